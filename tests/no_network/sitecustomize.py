@@ -15,7 +15,7 @@ class NetworkBlockedError(RuntimeError):
 
 
 class _UnixOnlySocket(socket.socket):
-    def __init__(self, family=-1, type=-1, proto=-1, fileno=None):  # noqa: A002
+    def __init__(self, family=-1, type=-1, proto=-1, fileno=None):
         # With a file number the socket exists already (accept, socketpair).
         if fileno is None and family != socket.AF_UNIX:
             raise NetworkBlockedError(
