@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pcr_core.errors import ConfigError, ModelError
+from pcr_core.errors import ConfigError, ModelError, PcrError
 
 Converter = Callable[[Path, Path], None]
 """``(gguf_file, empty_folder)``: fills the folder with a complete model."""
@@ -89,11 +89,13 @@ def _find_gguf() -> Path:
 
 
 def _require_gguf() -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(
-            "the packaged model is a GGUF file, and the library that reads it is not "
-            f"installed; run `{_INSTALL_GGUF}`"
-        )
+    # transformers uses the second for no other reason than to create the model empty.
+    for library in ("gguf", "accelerate"):
+        if importlib.util.find_spec(library) is None:
+            raise ConfigError(
+                f"the packaged model is a GGUF file, and {library}, which is needed to "
+                f"read it, is not installed; run `{_INSTALL_GGUF}`"
+            )
 
 
 def _fingerprint(file: Path) -> str:
@@ -138,6 +140,10 @@ def _convert_into(target: Path, source: Path, convert: Converter) -> None:
             raise ModelError(f"the conversion of {source.name} wrote no {missing[0]}")
         _sync(work)
         work.rename(target)
+    except (PcrError, OSError):
+        raise
+    except Exception as error:
+        raise ModelError(f"{source} could not be converted: {error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -1,0 +1,164 @@
+"""Start-up probes: measured once per machine and model, remembered in the cache folder.
+
+Exactness is a claim about kernels we did not write, so it is tested, never assumed:
+one prefill in one forward, the same cut at awkward places, compared bit for bit. A
+second probe digests the KV of a short sequence into the namespace, so a machine or
+library that computes other bits does not read what this one stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pcr_core.model.attention import KEY_BLOCK
+from pcr_core.model.fingerprint import kv_bytes, kv_digest
+from pcr_core.model.linear import LayerPlan, Shape
+from pcr_core.model.loading import LoadedModel
+from pcr_core.model.prefill_plan import shape_independent
+from pcr_core.model.row_tiles import RowTiles
+from pcr_core.model.runner import ChunkIO, Row, Runner
+
+_log = logging.getLogger("pcr_core.model")
+_IDENTITY_TOKENS = 48
+# Crosses a key block; cuts of one row tile, of odd multiples of it, and past the block.
+_EXACT_TOKENS = KEY_BLOCK + 80
+_EXACT_CUTS = (16, 272, KEY_BLOCK + 16)
+
+
+def _probe_tokens(loaded: LoadedModel, count: int) -> list[int]:
+    """The same pseudo-random tokens every time."""
+    vocabulary = loaded.model.get_input_embeddings().weight.shape[0]
+    noise = torch.Generator().manual_seed(20260323)
+    ids: list[int] = torch.randint(0, vocabulary, (count,), generator=noise).tolist()
+    return ids
+
+
+def _silent_io() -> ChunkIO:
+    return ChunkIO({}, {}, filled=lambda index: None, between=lambda: None)
+
+
+def identity_digest(runner: Runner, loaded: LoadedModel) -> bytes:
+    """Digest of the KV this process computes for a fixed short sequence."""
+    tokens = _probe_tokens(loaded, min(_IDENTITY_TOKENS, loaded.context_window))
+    row = runner.open_row(len(tokens))
+    runner.prefill(row, tokens, _silent_io())
+    digest = kv_digest(row.cache, len(tokens))
+    runner.close_row(row)
+    return digest
+
+
+def is_shape_independent(loaded: LoadedModel, chunk_tokens: int) -> bool:
+    """Whether cutting a prefill changes no bit of KV or logits on this machine."""
+    runner = Runner(loaded, chunk_tokens, shape_independent())
+    count = min(_EXACT_TOKENS, loaded.context_window) // 16 * 16
+    tokens = _probe_tokens(loaded, count)
+    cuts = [cut for cut in _EXACT_CUTS if cut < count]
+    whole = _run_cut(runner, tokens, [count])
+    return whole == _run_cut(runner, tokens, [*cuts, count])
+
+
+def _run_cut(runner: Runner, tokens: list[int], stops: list[int]) -> list[bytes]:
+    """KV and last logits of a prefill whose forwards end at ``stops``."""
+    row: Row = runner.open_row(len(tokens))
+    logits = torch.empty(0)
+    start = 0
+    for stop in stops:
+        row.cache.begin(start)
+        logits = runner.forward_range(row, tokens[start:stop], start)
+        row.cache.end(stop - start)
+        start = stop
+    result = [*kv_bytes(row.cache, len(tokens)), logits.float().cpu().numpy().tobytes()]
+    runner.close_row(row)
+    return result
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the probes found.
+
+    Attributes:
+        layers: How to run linear layers of each shape; empty off CPU.
+        shape_independent: Whether prefills may be cut anywhere without a trace.
+    """
+
+    layers: Mapping[Shape, LayerPlan]
+    shape_independent: bool
+
+
+def verdict_path(cache_dir: Path, loaded: LoadedModel, fields: Any) -> Path:
+    """Where the verdict for this model on this machine and these versions is kept."""
+    import platform
+
+    import transformers
+
+    machine = (
+        torch.__version__,
+        transformers.__version__,
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.backends.mkldnn.is_available()
+        and [bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())],
+        torch.get_num_threads(),
+        str(loaded.device),
+        torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else "",
+        fields,
+    )
+    name = hashlib.blake2b(repr(machine).encode(), digest_size=16).hexdigest()
+    return cache_dir / "probes" / f"{name}.json"
+
+
+def read_verdict(path: Path) -> Verdict | None:
+    """A verdict reached before, or ``None``; a damaged file counts as none."""
+    try:
+        found = json.loads(path.read_text())
+        layers = {
+            (item["in"], item["out"], item["bias"]): LayerPlan(
+                item["packed"], RowTiles({int(k): v for k, v in item["tiles"].items()})
+            )
+            for item in found["layers"]
+        }
+        return Verdict(layers, bool(found["shape_independent"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def keep_verdict(path: Path, verdict: Verdict) -> Verdict:
+    """Write a verdict unless another process did first; return the one that counts.
+
+    Tiles are chosen by timing, so two processes may choose differently; the first
+    file wins, or restarts would compute other bits than those stored.
+    """
+    layers = [
+        {
+            "in": shape[0],
+            "out": shape[1],
+            "bias": shape[2],
+            "packed": plan.packed,
+            "tiles": dict(plan.tiles.costs),
+        }
+        for shape, plan in verdict.layers.items()
+    ]
+    text = json.dumps({"layers": layers, "shape_independent": verdict.shape_independent})
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return read_verdict(path) or verdict
+        finally:
+            temporary.unlink()
+    except OSError as error:
+        _log.warning("the start-up probe cannot be remembered in %s: %s", path, error)
+    return verdict

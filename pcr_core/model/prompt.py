@@ -1,0 +1,168 @@
+"""A prompt in any of its three forms -> token ids.
+
+Chat templates differ in what they accept. What a template refuses is adapted and what
+is adapted is documented here: a system role is folded into the first user turn, and
+neighbouring turns of one role are merged. A rendered template already holds its BOS,
+so it is tokenised without special tokens: exactly one BOS in every case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pcr_core.errors import RequestError
+from pcr_core.request import Message, Prompt
+
+
+def encode_prompt(
+    tokenizer: Any, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """Token ids of a text, of token ids (checked), or of chat messages.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        prompt: Text, token ids, or messages with ``role`` and ``content``.
+        tools: JSON schemas of callable tools, for the chat template.
+
+    Raises:
+        RequestError: For an empty prompt, another type, an id outside the vocabulary,
+            or messages the template cannot render.
+    """
+    if isinstance(prompt, str):
+        ids = _encode_text(tokenizer, prompt)
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+        raise RequestError(
+            "a prompt is a string, a list of token ids or a list of chat messages, not "
+            f"{type(prompt).__name__}"
+        )
+    elif prompt and all(isinstance(part, Mapping) for part in prompt):
+        ids = _encode_chat(tokenizer, [dict(m) for m in prompt], tools)  # type: ignore[arg-type]
+    else:
+        ids = _checked_ids(tokenizer, prompt)
+    if not ids:
+        raise RequestError("the prompt is empty; give at least one token of text")
+    return ids
+
+
+def _encode_text(tokenizer: Any, text: str) -> list[int]:
+    bos = tokenizer.bos_token
+    has_bos = bool(bos) and text.startswith(bos)
+    ids: list[int] = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+    return list(ids)
+
+
+def _checked_ids(tokenizer: Any, prompt: Sequence[Any]) -> list[int]:
+    size = len(tokenizer)
+    ids = []
+    for part in prompt:
+        if isinstance(part, bool) or not hasattr(part, "__index__"):
+            raise RequestError(
+                f"token ids must be integers, not {type(part).__name__}; for several "
+                "prompts at once call engine.generate with a list of strings"
+            )
+        token = part.__index__()
+        if not 0 <= token < size:
+            raise RequestError(f"token id {token} is outside the vocabulary of {size}")
+        ids.append(token)
+    return ids
+
+
+def _encode_chat(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> list[int]:
+    for message in messages:
+        if not isinstance(message.get("role"), str):
+            raise RequestError(f"a chat message needs a 'role': {message!r:.200}")
+        message["content"] = _text_content(message.get("content"))
+    if not tokenizer.chat_template:
+        return _encode_text(tokenizer, plain_chat(messages))
+    text = render_chat(tokenizer, messages, tools)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return list(ids)
+
+
+def _text_content(content: Any) -> str:
+    """Text of a message: a string, or a list of text blocks."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in content if isinstance(content, list) else [content]:
+        if isinstance(block, str):
+            texts.append(block)
+        elif isinstance(block, Mapping) and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+        else:
+            raise RequestError(
+                "a message's content must be text or a list of text blocks; images and "
+                f"audio are not supported: {content!r:.200}"
+            )
+    return "".join(texts)
+
+
+def plain_chat(messages: Sequence[Message]) -> str:
+    """``role: content`` lines, for a tokenizer without a chat template."""
+    lines = [f"{m['role']}: {m.get('content') or ''}" for m in messages]
+    return "\n".join([*lines, "assistant:"])
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """Render with the tokenizer's template, adapting what it refuses.
+
+    Raises:
+        RequestError: If it refuses the adapted messages too; its reason is quoted.
+    """
+    attempts = (
+        messages,
+        fold_system(messages),
+        merge_neighbours(fold_system(messages)),
+    )
+    reason: Exception | None = None
+    for attempt in attempts:
+        try:
+            text: str = tokenizer.apply_chat_template(
+                attempt,
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except Exception as error:  # templates raise Jinja's, Python's and their own
+            reason = reason or error
+        else:
+            return text
+    raise RequestError(f"the chat template refuses these messages: {reason}") from reason
+
+
+def fold_system(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Put leading system texts in front of the first user turn."""
+    system = [str(m.get("content") or "") for m in messages if m["role"] == "system"]
+    rest = [dict(m) for m in messages if m["role"] != "system"]
+    if not system:
+        return rest
+    preamble = "\n\n".join(system)
+    for message in rest:
+        if message["role"] == "user":
+            message["content"] = f"{preamble}\n\n{message.get('content') or ''}"
+            return rest
+    return [{"role": "user", "content": preamble}, *rest]
+
+
+def merge_neighbours(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Join neighbouring plain turns of one role, for templates that must alternate."""
+    merged: list[dict[str, Any]] = []
+    for message in messages:
+        mergeable = merged and merged[-1]["role"] == message["role"]
+        if mergeable and set(message) <= {"role", "content"} >= set(merged[-1]):
+            both = (merged[-1].get("content") or "", message.get("content") or "")
+            merged[-1]["content"] = "\n\n".join(both)
+        else:
+            merged.append(dict(message))
+    return merged

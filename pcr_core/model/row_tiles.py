@@ -1,0 +1,79 @@
+"""Which row counts of a matrix product give the same bits, and how to use only those.
+
+A row of ``X @ W`` should not depend on how many other rows ``X`` has, but it does: BLAS
+and oneDNN choose kernels, blockings and even a split of the reduction by shape. On an
+AMX machine a 1536-to-576 bf16 layer rounds a row differently at 32, 64 and 300 rows.
+
+So we measure. Candidate row counts ("tiles") are compared on real weights; those that
+agree bit for bit, at every position inside the tile, form a class. Any number of rows
+is then computed as a sum of tiles of one class, the last one padded: shape-independent
+by construction, at the price of a little padding. Knows nothing about torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+SIZES = (16, 32, 64, 128, 256, 512, 1024)
+"""Candidate tiles, in rows."""
+
+_MANY, _FEW = 1024, 32
+"""Row counts a class is judged by: a cold prefill, and a question after a hit."""
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """A class of tiles with one bit pattern, and what each costs.
+
+    Attributes:
+        costs: Seconds per call by tile size in rows.
+    """
+
+    costs: Mapping[int, float]
+    _plans: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)
+
+    def plan(self, rows: int) -> tuple[int, ...]:
+        """Tiles that cover ``rows`` rows at the least measured cost, largest first."""
+        plan = self._plans.get(rows)
+        if plan is None:
+            plan = self._plans[rows] = self._cheapest(rows)
+        return plan
+
+    def seconds(self, rows: int) -> float:
+        """Predicted time for ``rows`` rows."""
+        return sum(self.costs[size] for size in self.plan(rows))
+
+    def _cheapest(self, rows: int) -> tuple[int, ...]:
+        """Shortest path over units of the smallest tile; bulk goes to the largest."""
+        unit, largest = min(self.costs), max(self.costs)
+        bulk = max(0, rows // largest - 1)
+        units = -(-(rows - bulk * largest) // unit)
+        best: list[tuple[float, int]] = [(0.0, 0)]
+        for covered in range(1, units + 1):
+            best.append(
+                min(
+                    (best[max(0, covered - size // unit)][0] + cost, size)
+                    for size, cost in self.costs.items()
+                )
+            )
+        tiles = [largest] * bulk
+        while units > 0:
+            size = best[units][1]
+            tiles.append(size)
+            units -= size // unit
+        return tuple(sorted(tiles, reverse=True))
+
+
+def best_class(groups: Sequence[Mapping[int, float]]) -> RowTiles:
+    """Choose among classes (tile size -> seconds) the one that costs least overall.
+
+    Judged by the time for many rows and for few, each relative to the best class, so
+    that neither a cold prefill nor a hit is sacrificed for the other.
+    """
+    classes = [RowTiles(group) for group in groups]
+    many = min(tiles.seconds(_MANY) for tiles in classes)
+    few = min(tiles.seconds(_FEW) for tiles in classes)
+    return min(
+        classes, key=lambda tiles: tiles.seconds(_MANY) / many + tiles.seconds(_FEW) / few
+    )
