@@ -1,0 +1,160 @@
+"""Counters of the cache: plain numbers, written by the engine thread only.
+
+The engine thread adds to a ``StoreCounters``; ``snapshot()`` gives a frozen
+``CacheStats`` that may be read, printed or kept by anybody. Metric names follow the
+list in the paper notes (hits in tokens, not in requests).
+"""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass, fields
+
+
+@dataclass(slots=True)
+class StoreCounters:
+    """What the tiers have done so far, and how full they are. Engine thread only.
+
+    Attributes:
+        requests: Leases that have ended.
+        dram_hit_tokens: Prompt tokens whose KV was read from DRAM.
+        ssd_hit_tokens: Prompt tokens whose KV was read from SSD.
+        miss_tokens: Prompt tokens that had to be computed.
+        holes: Chunks recomputed although a later chunk of the prompt was reused.
+        dram_bytes, dram_budget: DRAM in use by chunks, and its hard limit, in bytes.
+        ssd_bytes, ssd_budget: The same for chunk files on SSD, header included.
+        dram_chunks, ssd_chunks: Chunks that are complete in that tier.
+        dram_evictions, ssd_evictions: Chunks evicted from that tier.
+        bypassed_inserts: Chunks computed but not kept, because every DRAM slot was
+            pinned or being written.
+        read, read_bytes: Chunks and bytes read from SSD and found good.
+        written, written_bytes: Chunks and bytes made durable on SSD.
+        write_drops: Chunks not written to SSD: the queue was full or, everything
+            stored being more recently used, there was no room.
+        write_errors: Chunk writes that failed (disk full, read-only, folder removed).
+        read_errors: Chunk reads that the system refused (EIO, permissions).
+        corrupt: Chunk files that were truncated or altered; each was removed.
+        missing: Indexed chunks whose file was gone; each record was removed.
+    """
+
+    requests: int = 0
+    dram_hit_tokens: int = 0
+    ssd_hit_tokens: int = 0
+    miss_tokens: int = 0
+    holes: int = 0
+    dram_bytes: int = 0
+    dram_budget: int = 0
+    ssd_bytes: int = 0
+    ssd_budget: int = 0
+    dram_chunks: int = 0
+    ssd_chunks: int = 0
+    dram_evictions: int = 0
+    ssd_evictions: int = 0
+    bypassed_inserts: int = 0
+    read: int = 0
+    read_bytes: int = 0
+    written: int = 0
+    written_bytes: int = 0
+    write_drops: int = 0
+    write_errors: int = 0
+    read_errors: int = 0
+    corrupt: int = 0
+    missing: int = 0
+
+    def snapshot(self) -> CacheStats:
+        """Return an immutable copy that later requests do not change."""
+        return CacheStats(*(getattr(self, item.name) for item in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Immutable copy of a ``StoreCounters``, with the same fields. Any thread.
+
+    ``print(stats)`` gives a short table; a notebook shows it as HTML.
+    """
+
+    requests: int
+    dram_hit_tokens: int
+    ssd_hit_tokens: int
+    miss_tokens: int
+    holes: int
+    dram_bytes: int
+    dram_budget: int
+    ssd_bytes: int
+    ssd_budget: int
+    dram_chunks: int
+    ssd_chunks: int
+    dram_evictions: int
+    ssd_evictions: int
+    bypassed_inserts: int
+    read: int
+    read_bytes: int
+    written: int
+    written_bytes: int
+    write_drops: int
+    write_errors: int
+    read_errors: int
+    corrupt: int
+    missing: int
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens whose KV was reused, from any tier."""
+        return self.dram_hit_tokens + self.ssd_hit_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens whose KV was reused; 0.0 before the first request."""
+        total = self.hit_tokens + self.miss_tokens
+        return self.hit_tokens / total if total else 0.0
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
+            f"<td>{html.escape(value)}</td></tr>"
+            for name, value in self._rows()
+        )
+        return f"<table>{cells}</table>"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        trouble = {
+            "write errors": self.write_errors,
+            "read errors": self.read_errors,
+            "corrupt": self.corrupt,
+            "missing": self.missing,
+        }
+        found = ", ".join(f"{count} {name}" for name, count in trouble.items() if count)
+        return [
+            ("requests", f"{self.requests}"),
+            (
+                "reused tokens",
+                f"{self.hit_tokens} ({self.hit_rate:.0%}): "
+                f"{self.dram_hit_tokens} DRAM, {self.ssd_hit_tokens} SSD",
+            ),
+            ("computed tokens", f"{self.miss_tokens} ({self.holes} holes)"),
+            (
+                "DRAM",
+                _level(self.dram_chunks, self.dram_bytes, self.dram_budget)
+                + f", {self.dram_evictions} evicted, {self.bypassed_inserts} not kept",
+            ),
+            (
+                "SSD",
+                _level(self.ssd_chunks, self.ssd_bytes, self.ssd_budget)
+                + f", {self.ssd_evictions} evicted, {self.written} written, "
+                f"{self.write_drops} not written",
+            ),
+            ("storage trouble", found or "none"),
+        ]
+
+
+def _level(chunks: int, used: int, budget: int) -> str:
+    return f"{chunks} chunks, {_mib(used)} of {_mib(budget)}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,251 @@
+"""One chunk on disk: an ordinary ``.safetensors`` file, written and read in place.
+
+The data section of the file, a DRAM slot and a read buffer are the same bytes, so a
+chunk is one ``writev`` and one ``preadv`` and is never copied or parsed. The header
+has a fixed size for a given layout and is a pure function of the chunk's identity and
+of the checksums of its bytes. A reader therefore does not parse it: it computes the
+checksums of what it read, builds the header that must belong to them, and compares.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import xxhash
+
+from pcr_core.index.chunk import (
+    FORMAT_VERSION,
+    ChunkKey,
+    ChunkLayout,
+    Namespace,
+    token_bytes,
+)
+from pcr_core.tiers.files import Buffer, Files
+
+SUFFIX = ".safetensors"
+TEMPORARY = ".tmp"
+ALIGNMENT = 4096
+"""The data section starts on a page, so that direct I/O and mmap stay possible."""
+
+
+class ReadOutcome(enum.Enum):
+    """What became of a read. Only ``OK`` leaves usable bytes in the buffer."""
+
+    OK = "ok"
+    MISSING = "missing"
+    CORRUPT = "corrupt"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkId:
+    """What a chunk file says about itself, beside its bytes.
+
+    Attributes:
+        key: Its key.
+        parent: Key of the chunk before it, or the namespace's digest.
+        tokens: Its token ids.
+    """
+
+    key: ChunkKey
+    parent: bytes
+    tokens: Sequence[int]
+
+
+class ChunkFormat:
+    """Header and checksums for one layout under one namespace. Immutable; any thread.
+
+    Args:
+        layout: Shapes and element type of a chunk.
+        namespace: Written into every header.
+    """
+
+    def __init__(self, layout: ChunkLayout, namespace: Namespace) -> None:
+        self.layout = layout
+        self._namespace = namespace.root.hex()
+        self._tensors = _tensor_entries(layout)
+        zero = ChunkId(ChunkKey(bytes(32)), bytes(32), [0] * layout.chunk_tokens)
+        text = self._json(zero, [bytes(16)] * len(layout.layers))
+        self.header_nbytes = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def file_nbytes(self) -> int:
+        """Size of every chunk file of this layout, in bytes."""
+        return self.header_nbytes + self.layout.nbytes
+
+    def checksums(self, data: Buffer) -> list[bytes]:
+        """xxh3-128 of each layer's run, keys and values together."""
+        view = memoryview(data)
+        offsets = self.layout.layer_offsets
+        return [
+            xxhash.xxh3_128_digest(view[start:end]) for start, end in pairwise(offsets)
+        ]
+
+    def header(self, chunk: ChunkId, sums: Sequence[bytes]) -> bytes:
+        """The file's first ``header_nbytes`` bytes: length, JSON, spaces."""
+        length = self.header_nbytes - 8
+        return length.to_bytes(8, "little") + self._json(chunk, sums).ljust(length)
+
+    def _json(self, chunk: ChunkId, sums: Sequence[bytes]) -> bytes:
+        metadata = {
+            "pcr_format": str(FORMAT_VERSION),
+            "key": chunk.key.hex(),
+            "parent": chunk.parent.hex(),
+            "namespace": self._namespace,
+            "tokens_u32le": token_bytes(chunk.tokens).hex(),
+            "layers_xxh3_128": " ".join(digest.hex() for digest in sums),
+        }
+        text = json.dumps({"__metadata__": metadata}, separators=(",", ":"))
+        return (text[:-1] + self._tensors + "}").encode()
+
+
+def _tensor_entries(layout: ChunkLayout) -> str:
+    entries = []
+    for index, shape in enumerate(layout.layers):
+        start = layout.layer_offsets[index]
+        middle = start + layout.k_bytes(index)
+        ends = ((start, middle), (middle, middle + layout.v_bytes(index)))
+        dims = (shape.k_dim, shape.v_dim)
+        for name, size, span in zip("kv", dims, ends, strict=True):
+            entry = {
+                "dtype": layout.dtype,
+                "shape": [shape.kv_heads, layout.chunk_tokens, size],
+                "data_offsets": list(span),
+            }
+            text = json.dumps(entry, separators=(",", ":"))
+            entries.append(f',"layers.{index}.{name}":{text}')
+    return "".join(entries)
+
+
+def chunk_path(folder: Path, key: ChunkKey) -> Path:
+    """Where the chunk's file is, or would be."""
+    return folder / (key.hex() + SUFFIX)
+
+
+def temporary_path(folder: Path, key: ChunkKey) -> Path:
+    """A name nobody else writes to; carries the writer's pid for the next clean-up."""
+    return folder / f"{key.hex()}.{os.getpid()}.{uuid.uuid4().hex}{TEMPORARY}"
+
+
+def header_digest(header: Buffer) -> bytes:
+    """Digest of a header, kept in the index record."""
+    return xxhash.xxh3_128_digest(header)
+
+
+def write_chunk(
+    files: Files, folder: Path, fmt: ChunkFormat, chunk: ChunkId, data: memoryview
+) -> bytes:
+    """Write one chunk: temporary file, flush to the device, rename.
+
+    A crash at any point leaves either no file of this name or a complete one.
+
+    Args:
+        files: System calls.
+        folder: Where chunk files live.
+        fmt: Layout and namespace.
+        chunk: Key, parent and token ids.
+        data: The chunk's bytes, ``fmt.layout.nbytes`` long; only read.
+
+    Returns:
+        The header's digest, for the index record.
+
+    Raises:
+        OSError: If the file could not be written; no trace of it is left.
+    """
+    header = fmt.header(chunk, fmt.checksums(data))
+    temporary = temporary_path(folder, chunk.key)
+    fd = files.open_new(temporary)
+    try:
+        try:
+            _write_all(files, fd, header, data)
+            files.fsync(fd)
+        finally:
+            files.close(fd)
+        files.replace(temporary, chunk_path(folder, chunk.key))
+    except OSError:
+        discard(files, temporary)
+        raise
+    return header_digest(header)
+
+
+def read_chunk(
+    files: Files,
+    path: Path,
+    fmt: ChunkFormat,
+    chunk: ChunkId,
+    digest: bytes,
+    into: memoryview,
+) -> ReadOutcome:
+    """Read one chunk into a lent buffer and verify every byte of it.
+
+    Never raises for the state of the file. Unless the outcome is ``OK`` the buffer
+    holds garbage.
+
+    Args:
+        files: System calls.
+        path: The file.
+        fmt: Layout and namespace it must have.
+        chunk: Key, parent and token ids it must have.
+        digest: Digest its header must have, from the index record.
+        into: Receives the data section; ``fmt.layout.nbytes`` long.
+    """
+    header = bytearray(fmt.header_nbytes)
+    try:
+        fd = files.open_read(path)
+        try:
+            beyond = memoryview(bytearray(1))
+            count = _read_all(files, fd, [memoryview(header), into, beyond])
+        finally:
+            files.close(fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return ReadOutcome.MISSING
+    except OSError:
+        return ReadOutcome.FAILED
+    if count != fmt.file_nbytes or header_digest(header) != digest:
+        return ReadOutcome.CORRUPT
+    if header != fmt.header(chunk, fmt.checksums(into)):
+        return ReadOutcome.CORRUPT
+    return ReadOutcome.OK
+
+
+def _read_all(files: Files, fd: int, buffers: list[memoryview]) -> int:
+    """Read until the buffers are full or the file ends; one call unless interrupted."""
+    total = 0
+    while buffers:
+        count = files.preadv(fd, buffers, total)
+        if count == 0:
+            break
+        total += count
+        buffers = _skip(buffers, count)
+    return total
+
+
+def _write_all(files: Files, fd: int, header: bytes, data: memoryview) -> None:
+    buffers = [memoryview(header), data]
+    while buffers:
+        buffers = _skip(buffers, files.writev(fd, buffers))
+
+
+def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:
+    rest = []
+    for buffer in buffers:
+        used = min(count, len(buffer))
+        count -= used
+        if used < len(buffer):
+            rest.append(buffer[used:])
+    return rest
+
+
+def discard(files: Files, path: Path) -> None:
+    """Remove a file no record names; where even that fails, the next open does it."""
+    try:
+        files.unlink(path)
+    except OSError:
+        return

@@ -1,0 +1,279 @@
+"""I/O off the engine thread: reader threads, one writer thread, results in a queue.
+
+The engine thread submits jobs and later collects them, finished, from ``poll()``. A
+worker that dies fails its jobs, so nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from pcr_core.tiers.jobs import (
+    Backend,
+    Job,
+    ReadJob,
+    WriteJob,
+    WriteOutcome,
+    WriterJob,
+    fail,
+    finish,
+    finish_group,
+)
+
+_log = logging.getLogger("pcr_core.tiers")
+
+
+class InlineIo:
+    """Runs every job at once on the caller: deterministic, for tests and tools."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._done: deque[Job] = deque()
+
+    def read(self, job: ReadJob) -> None:
+        """Read now."""
+        finish(self._backend, job)
+        self._done.append(job)
+
+    def write(self, job: WriterJob) -> None:
+        """Write now, as a group of one."""
+        finish_group(self._backend, [job])
+        self._done.append(job)
+
+    def poll(self) -> list[Job]:
+        """Return the jobs run since the last call."""
+        jobs = list(self._done)
+        self._done.clear()
+        return jobs
+
+    def wait(self, jobs: Iterable[Job]) -> None:
+        """Return at once: they have ended."""
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Return True: nothing waits."""
+        return True
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Do nothing: there is no thread."""
+
+
+class IoPool:
+    """Reader threads and one writer thread. Submit and poll from the engine thread.
+
+    The write queue is bounded by bytes and count. When it is full, the waiting write
+    of the lowest stamp is dropped: the least recently used request's last chunk, never
+    the root of the path that is being stored.
+
+    Args:
+        backend: Does the work.
+        readers: Reader threads.
+        max_write_bytes: Bytes that may wait for the writer.
+        max_writes: Writes that may wait for it.
+        group: Most jobs the writer takes at once; they share one index commit.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        readers: int = 2,
+        max_write_bytes: int = 512 * 2**20,
+        max_writes: int = 1024,
+        group: int = 16,
+    ) -> None:
+        self._backend = backend
+        self._max_write_bytes = max_write_bytes
+        self._max_writes = max_writes
+        self._group = group
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._progress = threading.Condition(self._lock)
+        self._reads: deque[ReadJob] = deque()
+        self._writes: deque[WriterJob] = deque()
+        self._waiting_writes = 0
+        self._waiting_bytes = 0
+        self._running: set[Job] = set()
+        self._done: deque[Job] = deque()
+        self._closing = False
+        self._live_readers = readers
+        self._writer_error: BaseException | None = None
+        self._reader_error: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._run_reader, name=f"pcr-read-{i}", daemon=True)
+            for i in range(readers)
+        ]
+        self._threads.append(
+            threading.Thread(target=self._run_writer, name="pcr-write", daemon=True)
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def read(self, job: ReadJob) -> None:
+        """Queue a read. Jobs start in the order they came."""
+        with self._lock:
+            if self._closing or self._reader_error is not None:
+                self._end([job], self._reader_error or _closed())
+                return
+            self._reads.append(job)
+            self._work.notify_all()
+
+    def write(self, job: WriterJob) -> None:
+        """Queue a job of the writer, dropping waiting writes if the queue is full."""
+        with self._lock:
+            if self._closing or self._writer_error is not None:
+                self._end([job], self._writer_error or _closed())
+                return
+            self._writes.append(job)
+            if isinstance(job, WriteJob):
+                self._waiting_writes += 1
+                self._waiting_bytes += job.nbytes
+                self._shed()
+            self._work.notify_all()
+
+    def poll(self) -> list[Job]:
+        """Return the jobs that ended since the last call."""
+        with self._lock:
+            jobs = list(self._done)
+            self._done.clear()
+        return jobs
+
+    def wait(self, jobs: Iterable[Job]) -> None:
+        """Block until these jobs have ended."""
+        wanted = set(jobs)
+        with self._lock:
+            self._progress.wait_for(
+                lambda: (
+                    wanted.isdisjoint(self._running)
+                    and wanted.isdisjoint(self._reads)
+                    and wanted.isdisjoint(self._writes)
+                )
+            )
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Block until the writer has nothing left to do."""
+        with self._lock:
+            return self._progress.wait_for(self._writer_idle, timeout)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Finish queued writes for ``timeout`` seconds, drop the rest, join.
+
+        A thread that hangs in a system call for longer than that is reported in the
+        log and left behind; it is a daemon and holds nothing of the engine's.
+        """
+        deadline = time.monotonic() + timeout
+        self.flush(timeout)
+        with self._lock:
+            self._closing = True
+            for job in self._writes:
+                if isinstance(job, WriteJob):
+                    job.outcome = WriteOutcome.DROPPED
+            self._end(self._reads, _closed())
+            self._end(self._writes, _closed())
+            self._reads.clear()
+            self._writes.clear()
+            self._waiting_writes = self._waiting_bytes = 0
+            self._work.notify_all()
+        for thread in self._threads:
+            thread.join(max(1.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                _log.error("thread %s hangs in a system call; left behind", thread.name)
+
+    def _writer_idle(self) -> bool:
+        busy = any(not isinstance(job, ReadJob) for job in self._running)
+        return not self._writes and not busy
+
+    def _shed(self) -> None:
+        while (
+            self._waiting_writes > self._max_writes
+            or self._waiting_bytes > self._max_write_bytes
+        ):
+            oldest = min(
+                (job for job in self._writes if isinstance(job, WriteJob)),
+                key=lambda job: job.stamp,
+            )
+            self._writes.remove(oldest)
+            self._forget_waiting(oldest)
+            oldest.outcome = WriteOutcome.DROPPED
+            self._done.append(oldest)
+            self._progress.notify_all()
+
+    def _forget_waiting(self, job: WriterJob) -> None:
+        if isinstance(job, WriteJob):
+            self._waiting_writes -= 1
+            self._waiting_bytes -= job.nbytes
+
+    def _end(self, jobs: Iterable[Job], error: BaseException | None = None) -> None:
+        """Hand jobs over to ``poll``, failed if there is an error. Lock held."""
+        ended = list(jobs)
+        if error is not None:
+            fail(ended, error)
+        self._running.difference_update(ended)
+        self._done.extend(ended)
+        self._progress.notify_all()
+
+    def _run_reader(self) -> None:
+        while True:
+            with self._lock:
+                self._work.wait_for(lambda: self._reads or self._closing)
+                if not self._reads:
+                    return
+                job = self._reads.popleft()
+                self._running.add(job)
+            try:
+                finish(self._backend, job)
+            except BaseException as error:
+                self._reader_died(job, error)
+                return
+            with self._lock:
+                self._end([job])
+
+    def _run_writer(self) -> None:
+        while True:
+            with self._lock:
+                self._work.wait_for(lambda: self._writes or self._closing)
+                if not self._writes:
+                    return
+                jobs = self._take_group()
+            try:
+                finish_group(self._backend, jobs)
+            except BaseException as error:
+                self._writer_died(jobs, error)
+                return
+            with self._lock:
+                self._end(jobs)
+
+    def _take_group(self) -> list[WriterJob]:
+        jobs = []
+        while self._writes and len(jobs) < self._group:
+            job = self._writes.popleft()
+            self._forget_waiting(job)
+            jobs.append(job)
+        self._running.update(jobs)
+        return jobs
+
+    def _reader_died(self, job: ReadJob, error: BaseException) -> None:
+        _log.critical("a reader thread died; its reads are recomputed", exc_info=error)
+        with self._lock:
+            self._live_readers -= 1
+            self._end([job], error)
+            if self._live_readers == 0:
+                self._reader_error = error
+                self._end(self._reads, error)
+                self._reads.clear()
+
+    def _writer_died(self, jobs: Sequence[WriterJob], error: BaseException) -> None:
+        _log.critical("the writer died; nothing is stored any more", exc_info=error)
+        with self._lock:
+            self._writer_error = error
+            self._end(jobs, error)
+            self._end(self._writes, error)
+            self._writes.clear()
+            self._waiting_writes = self._waiting_bytes = 0
+
+
+def _closed() -> RuntimeError:
+    return RuntimeError("the I/O pool is closed")

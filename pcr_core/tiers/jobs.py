@@ -1,0 +1,137 @@
+"""Jobs for the SSD tier, and how they are handed over.
+
+A job's outcome is in the job, so that nothing is ever raised on a worker's thread and
+forgotten there.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pcr_core.index.chunk import ChunkKey
+from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId, ReadOutcome
+
+
+class WriteOutcome(enum.Enum):
+    """What became of a write."""
+
+    STORED = "stored"
+    DROPPED = "dropped"
+    NO_ROOM = "no room"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class ReadJob:
+    """Fill ``view`` with a chunk's bytes. The view is lent until the job is done."""
+
+    format: ChunkFormat
+    chunk: ChunkId
+    view: memoryview
+    outcome: ReadOutcome | None = None
+    error: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class WriteJob:
+    """Make a chunk durable. The view is lent until the job is done.
+
+    Attributes:
+        stamp: Recency of the chunk; the lowest is dropped first from a full queue.
+        replace: Write even if the chunk is stored: its file could not be read.
+    """
+
+    format: ChunkFormat
+    chunk: ChunkId
+    view: memoryview
+    stamp: int
+    replace: bool = False
+    outcome: WriteOutcome | None = None
+    error: BaseException | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file it makes."""
+        return self.format.file_nbytes
+
+
+@dataclass(slots=True, eq=False)
+class DeleteJob:
+    """Remove chunks from the SSD tier, record and file. Never dropped."""
+
+    keys: Sequence[ChunkKey]
+    error: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class TouchJob:
+    """Record recency in the index. Rides along with the next commit."""
+
+    stamps: dict[ChunkKey, int] = field(default_factory=dict)
+    error: BaseException | None = None
+
+
+WriterJob = WriteJob | DeleteJob | TouchJob
+Job = ReadJob | WriterJob
+
+
+class Backend(Protocol):
+    """What does the work; ``ChunkStore`` is one."""
+
+    def read(self, job: ReadJob) -> None:
+        """Set the job's outcome (reader threads)."""
+
+    def commit(self, jobs: Sequence[WriterJob]) -> None:
+        """Do the jobs in order and set their outcomes (the writer thread)."""
+
+
+class Io(Protocol):
+    """How the tier manager gets I/O done. All methods: engine thread."""
+
+    def read(self, job: ReadJob) -> None:
+        """Queue a read."""
+
+    def write(self, job: WriterJob) -> None:
+        """Queue work for the writer."""
+
+    def poll(self) -> list[Job]:
+        """Return the jobs that ended since the last call, oldest first."""
+
+    def wait(self, jobs: Iterable[Job]) -> None:
+        """Block until these jobs have ended; ``poll`` still returns them."""
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Block until the writer has nothing left to do; False at the timeout."""
+
+    def close(self, timeout: float = 10.0) -> None:
+        """End: finish what the timeout allows, drop the rest, join the threads."""
+
+
+def finish(backend: Backend, job: ReadJob) -> None:
+    """Run one read; whatever it raises becomes the job's outcome."""
+    try:
+        backend.read(job)
+    except Exception as error:
+        job.error, job.outcome = error, ReadOutcome.FAILED
+
+
+def finish_group(backend: Backend, jobs: Sequence[WriterJob]) -> None:
+    """Run one group of the writer; whatever it raises fails the jobs it left open."""
+    try:
+        backend.commit(jobs)
+    except Exception as error:
+        fail(jobs, error)
+
+
+def fail(jobs: Iterable[Job], error: BaseException) -> None:
+    """Give every job without an outcome the outcome "failed"."""
+    for job in jobs:
+        if isinstance(job, ReadJob) and job.outcome is None:
+            job.outcome, job.error = ReadOutcome.FAILED, error
+        elif isinstance(job, WriteJob) and job.outcome is None:
+            job.outcome, job.error = WriteOutcome.FAILED, error
+        elif isinstance(job, (DeleteJob, TouchJob)):
+            job.error = job.error or error
