@@ -228,7 +228,7 @@ def _translated() -> Iterator[None]:
         raise IndexTroubleError(f"the cache index refused: {error}") from error
 
 
-def _decode(value: bytes | None) -> Record | None:
+def _decode(value: bytes | memoryview | None) -> Record | None:
     """A record that cannot be read counts as none; its file is then an orphan."""
     if value is None:
         return None
@@ -238,7 +238,7 @@ def _decode(value: bytes | None) -> Record | None:
         return None
 
 
-def _number(value: bytes | None) -> int:
+def _number(value: bytes | memoryview | None) -> int:
     return int.from_bytes(value or b"", "little")
 
 

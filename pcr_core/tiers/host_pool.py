@@ -76,7 +76,7 @@ class HostPool:
         raw = torch.empty(size + _PAGE, dtype=torch.uint8, pin_memory=pin_memory)
         start = -raw.data_ptr() % _PAGE
         slab = raw[start : start + size]
-        self._bytes = memoryview(slab.numpy())
+        self._bytes = slab.numpy().data
         self._layers = _layer_views(slab, layout, self.capacity)
         self._fresh = 0
         self._freed: list[int] = []

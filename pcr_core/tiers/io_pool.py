@@ -71,7 +71,7 @@ class IoPool:
     Args:
         backend: Does the work.
         readers: Reader threads.
-        max_write_bytes: Bytes that may wait for the writer.
+        max_write_bytes: Bytes of DRAM that may wait for the writer.
         max_writes: Writes that may wait for it.
         group: Most jobs the writer takes at once; they share one index commit.
     """
@@ -130,7 +130,7 @@ class IoPool:
             self._writes.append(job)
             if isinstance(job, WriteJob):
                 self._waiting_writes += 1
-                self._waiting_bytes += job.nbytes
+                self._waiting_bytes += len(job.view)
                 self._shed()
             self._work.notify_all()
 
@@ -204,7 +204,7 @@ class IoPool:
     def _forget_waiting(self, job: WriterJob) -> None:
         if isinstance(job, WriteJob):
             self._waiting_writes -= 1
-            self._waiting_bytes -= job.nbytes
+            self._waiting_bytes -= len(job.view)
 
     def _end(self, jobs: Iterable[Job], error: BaseException | None = None) -> None:
         """Hand jobs over to ``poll``, failed if there is an error. Lock held."""
@@ -247,7 +247,7 @@ class IoPool:
                 self._end(jobs)
 
     def _take_group(self) -> list[WriterJob]:
-        jobs = []
+        jobs: list[WriterJob] = []
         while self._writes and len(jobs) < self._group:
             job = self._writes.popleft()
             self._forget_waiting(job)

@@ -27,6 +27,8 @@ from pcr_core.tiers.jobs import Io, ReadJob
 from pcr_core.tiers.lease import Lease, PathChunk
 from pcr_core.tiers.write_back import TroubleLog, WriteBack
 
+_SMALL_QUEUE_BYTES = 64 * 2**20
+
 ChunkState = Literal["none", "dram", "ssd"]
 
 
@@ -103,8 +105,8 @@ class TierManager:
     ) -> TierManager:
         """Build both tiers with their threads; ``ssd_bytes=0`` leaves the SSD out.
 
-        At most half of DRAM may be waiting to be written, so that a slow disk cannot
-        keep new chunks out.
+        At most half of DRAM, or 64 MiB if that is more, may be waiting to be written,
+        so that a slow disk cannot keep new chunks out.
 
         Raises:
             ConfigError: If a budget holds no chunk or the folder cannot be used.
@@ -114,7 +116,7 @@ class TierManager:
         if ssd_bytes == 0:
             return cls(layout, namespace, pool, None, None, policy=policy)
         store = ChunkStore(cache_dir, ssd_bytes)
-        io = IoPool(store, max_write_bytes=max(pool.nbytes // 2, 2 * layout.nbytes))
+        io = IoPool(store, max_write_bytes=max(pool.nbytes // 2, _SMALL_QUEUE_BYTES))
         try:
             return cls(layout, namespace, pool, store, io, policy=policy)
         except BaseException:
@@ -240,6 +242,7 @@ class TierManager:
 
     def snapshot(self) -> CacheStats:
         """Return the counters together with how full the tiers are now."""
+        self.poll()
         stats = self.stats
         ready = [node.key for node in self._tree.nodes() if node.host is Host.READY]
         stored = [n.disk_bytes for n in self._tree.nodes() if n.disk is Disk.STORED]
@@ -251,7 +254,7 @@ class TierManager:
         return stats.snapshot()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Finish queued writes within ``timeout`` seconds, drop the rest, end threads."""
+        """Finish writes for at most ``timeout`` seconds, drop the rest, end threads."""
         if self._closed:
             return
         if self._writes is not None:
