@@ -1,0 +1,253 @@
+"""``ChatPCR``: a LangChain chat model on a PCR engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
+from functools import partial
+from typing import Any
+
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForLLMRun,
+    CallbackManagerForLLMRun,
+)
+from langchain_core.language_models import (
+    BaseChatModel,
+    LangSmithParams,
+    LanguageModelInput,
+    ModelProfile,
+)
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from pcr_core import PromptTooLongError, RequestError
+from pcr_integrations._bridge import Call
+from pcr_integrations._tools import tell_of_tools, tool_use
+from pcr_integrations.langchain._common import FRAMEWORK_KEYWORDS, LangChainFields
+from pcr_integrations.langchain._messages import to_turns
+from pcr_integrations.langchain._replies import chat_result, last_chunk, text_chunk
+from pcr_integrations.langchain._structured import (
+    json_parser,
+    parsed,
+    response_format,
+    tool_parser,
+)
+
+Tool = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
+
+
+class ChatPCR(LangChainFields, BaseChatModel):
+    """Chat model that reuses the KV cache of prompts seen before.
+
+    Setup:
+        ``pip install "pcr-rag[langchain]"``. The model runs in this process.
+
+    Key init args:
+        engine: An ``Engine`` to use. Without it, any ``EngineConfig`` field by its name
+            (``model``, ``cache_dir``, ``dram_bytes``, ...); equal configurations in one
+            process share one engine, built on first use.
+        temperature, max_tokens, top_p, seed, stop, ...: Any ``SamplingParams`` field,
+            also accepted by ``bind`` and by every call, where it replaces this one.
+        timeout: Seconds to wait for the engine; then the request is cancelled.
+
+    Instantiate and invoke:
+        >>> llm = ChatPCR(max_tokens=32)                            # doctest: +SKIP
+        >>> answer = llm.invoke("What is a KV cache?")              # doctest: +SKIP
+        >>> answer.usage_metadata["input_token_details"]            # doctest: +SKIP
+        {'cache_read': 0, 'cache_creation': 37}
+
+    ``response_metadata["pcr"]`` has reuse by tier and the time to first token. Streams
+    end with one chunk that carries usage, metadata and tool calls.
+
+    Tools go into the model's chat template; for a template without tools they are
+    described in a system turn. ``tool_choice`` narrows which tools the model is told
+    of; nothing forces a model to call one.
+
+    May be used from any number of threads and event loops at once.
+
+    Raises:
+        ConfigError: For an unknown or bad setting, at construction.
+        RequestError: For an unknown call option, or content that is not text.
+    """
+
+    @property
+    def _llm_type(self) -> str:
+        return "pcr-chat"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """Everything that can change an answer: LangChain's caches key on it."""
+        return self._identity()
+
+    def _get_ls_params(
+        self, stop: list[str] | None = None, **kwargs: Any
+    ) -> LangSmithParams:
+        return self._trace_params("chat", stop, kwargs)
+
+    def _resolve_model_profile(self) -> ModelProfile | None:
+        if self.engine is None:
+            return None  # not known before the model is loaded
+        return ModelProfile(
+            max_input_tokens=self.engine.context_window,
+            max_output_tokens=self.engine.context_window,
+            text_inputs=True,
+            text_outputs=True,
+            tool_calling=self.engine.supports_tools,
+        )
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        running = self._call(messages, stop, kwargs).start()
+        result = running.result()
+        return chat_result(running.engine, result, running.reader().whole(result.text))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        running = await self._call(messages, stop, kwargs).astart()
+        result = await running.aresult()
+        return chat_result(running.engine, result, running.reader().whole(result.text))
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        running = self._call(messages, stop, kwargs).start()
+        reader = running.reader()
+        with closing(running.texts(reader)) as texts:
+            for text in texts:
+                chunk = text_chunk(text)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(text, chunk=chunk)
+                yield chunk
+        end = reader.finish()
+        chunk = last_chunk(running.engine, running.completion.result(), end)
+        if run_manager is not None:
+            run_manager.on_llm_new_token(end.text, chunk=chunk)
+        yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        running = await self._call(messages, stop, kwargs).astart()
+        reader = running.reader()
+        async with aclosing(running.atexts(reader)) as texts:
+            async for text in texts:
+                chunk = text_chunk(text)
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(text, chunk=chunk)
+                yield chunk
+        end = reader.finish()
+        chunk = last_chunk(running.engine, running.completion.result(), end)
+        if run_manager is not None:
+            await run_manager.on_llm_new_token(end.text, chunk=chunk)
+        yield chunk
+
+    def bind_tools(
+        self,
+        tools: Sequence[Tool],
+        *,
+        tool_choice: str | bool | dict[str, Any] | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Bind tools for every call.
+
+        Args:
+            tools: Functions, ``BaseTool`` objects, Pydantic classes or schemas.
+            tool_choice: ``"auto"``, ``"none"``, ``"any"`` or ``"required"``, or a name.
+            strict: Passed into the schemas.
+            kwargs: Further call options to bind, e.g. ``parallel_tool_calls=False``.
+        """
+        formatted = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        if tool_choice is not None:
+            kwargs["tool_choice"] = tool_choice
+        return self.bind(tools=formatted, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        include_raw: bool = False,
+        method: str = "function_calling",
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Return a runnable that answers with an object of ``schema``.
+
+        Args:
+            schema: Pydantic class, ``TypedDict`` or JSON schema.
+            include_raw: Return ``{"raw", "parsed", "parsing_error"}``.
+            method: ``"function_calling"``, ``"json_schema"`` or ``"json_mode"``. All
+                three ask the model; none constrains decoding, so parse errors happen.
+            strict: Passed into the tool's schema; only for ``"function_calling"``.
+            kwargs: Further call options to bind.
+
+        Raises:
+            RequestError: For an unknown method.
+        """
+        if method not in ("function_calling", "json_schema", "json_mode"):
+            raise RequestError(
+                f"method={method!r} is unknown; use 'function_calling', 'json_schema' "
+                "or 'json_mode'"
+            )
+        traced = {"kwargs": {"method": method}, "schema": schema}
+        kwargs["ls_structured_output_format"] = traced
+        if method == "function_calling":
+            calling = self.bind_tools(
+                [schema], tool_choice="any", strict=strict, **kwargs
+            )
+            return parsed(calling, tool_parser(schema), include_raw=include_raw)
+        writing = self.bind(response_format=response_format(schema, method), **kwargs)
+        return parsed(writing, json_parser(schema), include_raw=include_raw)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Tokenise with the model's tokenizer: no special tokens, no network."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return self._token_ids(text)
+
+    def get_num_tokens_from_messages(
+        self, messages: list[BaseMessage], tools: Sequence[Tool] | None = None
+    ) -> int:
+        """Return the length of the prompt these messages make, template included."""
+        if not messages:
+            return 0
+        formatted = [convert_to_openai_tool(tool) for tool in tools or ()]
+        use = tool_use(formatted, choice=None, parallel=True)
+        engine = self._open_engine()
+        turns, told = tell_of_tools(engine, to_turns(messages), use)
+        try:
+            return len(engine.encode(turns, tools=told))
+        except PromptTooLongError as error:
+            return error.prompt_tokens  # what callers count for: to cut it down
+
+    def _call(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None,
+        kwargs: dict[str, Any],
+    ) -> Call:
+        asked = kwargs if stop is None else {**kwargs, "stop": stop}
+        options = self._options(asked, FRAMEWORK_KEYWORDS)
+        turns = to_turns(messages)
+        return Call(partial(self._open_engine, options.model), lambda _: turns, options)

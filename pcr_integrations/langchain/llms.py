@@ -1,0 +1,179 @@
+"""``PCRLLM``: a LangChain text-completion model on a PCR engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, closing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForLLMRun,
+    CallbackManagerForLLMRun,
+)
+from langchain_core.language_models import BaseLLM, LangSmithParams
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+
+from pcr_integrations._bridge import Batch, Running
+from pcr_integrations._options import CallOptions
+from pcr_integrations.langchain._common import FRAMEWORK_KEYWORDS, LangChainFields
+from pcr_integrations.langchain._replies import response_metadata
+
+if TYPE_CHECKING:
+    from pcr_core import Result
+
+
+class PCRLLM(LangChainFields, BaseLLM):
+    """Text model: the prompt goes to the model as it is, without a chat template.
+
+    For instruction-tuned models use ``ChatPCR``. Takes the same arguments. A batch is
+    submitted whole before any of it is waited for, so that prompts with common
+    documents find each other's KV cache.
+
+    Setup:
+        ``pip install "pcr-rag[langchain]"``
+
+    Invoke:
+        >>> llm = PCRLLM(max_tokens=16, stop=["."])           # doctest: +SKIP
+        >>> llm.batch(["The capital of France is", "1 + 1 ="])  # doctest: +SKIP
+
+    ``generation_info`` has the finish reason and, under ``"pcr"``, reuse and times.
+
+    May be used from any number of threads and event loops at once.
+
+    Raises:
+        ConfigError: For an unknown or bad setting, at construction.
+        RequestError: For an unknown call option.
+    """
+
+    @property
+    def _llm_type(self) -> str:
+        return "pcr"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """Everything that can change an answer: LangChain's caches key on it."""
+        return self._identity()
+
+    def _get_ls_params(
+        self, stop: list[str] | None = None, **kwargs: Any
+    ) -> LangSmithParams:
+        return self._trace_params("llm", stop, kwargs)
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        options = self._read(stop, kwargs)
+        batch = Batch()
+        try:
+            batch.submit_all(
+                partial(self._open_engine, options.model), prompts, options
+            )
+            results = [running.result() for running in batch.started]
+        except BaseException:
+            batch.cancel()
+            raise
+        return _llm_result(batch, results)
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        options = self._read(stop, kwargs)
+        batch = Batch()
+        try:
+            await batch.asubmit_all(
+                partial(self._open_engine, options.model), prompts, options
+            )
+            results = [await running.aresult() for running in batch.started]
+        except BaseException:
+            batch.cancel()
+            raise
+        return _llm_result(batch, results)
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        options = self._read(stop, kwargs)
+        batch = Batch()
+        batch.submit_all(partial(self._open_engine, options.model), [prompt], options)
+        running = batch.started[0]
+        with closing(running.pieces()) as pieces:
+            for piece in pieces:
+                chunk = GenerationChunk(text=piece)
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+        yield _last_chunk(running)
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        options = self._read(stop, kwargs)
+        batch = Batch()
+        await batch.asubmit_all(
+            partial(self._open_engine, options.model), [prompt], options
+        )
+        running = batch.started[0]
+        async with aclosing(running.apieces()) as pieces:
+            async for piece in pieces:
+                chunk = GenerationChunk(text=piece)
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+        yield _last_chunk(running)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Tokenise with the model's tokenizer: no special tokens, no network."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return self._token_ids(text)
+
+    def _read(self, stop: list[str] | None, kwargs: dict[str, Any]) -> CallOptions:
+        asked = kwargs if stop is None else {**kwargs, "stop": stop}
+        return self._options(asked, FRAMEWORK_KEYWORDS)
+
+
+def _last_chunk(running: Running) -> GenerationChunk:
+    """Return the end of a stream; metadata comes once, because chunks are added up."""
+    info = response_metadata(running.engine, running.completion.result())
+    return GenerationChunk(text="", generation_info=info)
+
+
+def _llm_result(batch: Batch, results: list[Result]) -> LLMResult:
+    generations = [
+        [
+            Generation(
+                text=result.text,
+                generation_info=response_metadata(running.engine, result),
+            )
+        ]
+        for running, result in zip(batch.started, results, strict=True)
+    ]
+    prompt = sum(result.usage.prompt_tokens for result in results)
+    completion = sum(result.usage.completion_tokens for result in results)
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "cached_tokens": sum(result.usage.cached_tokens for result in results),
+    }
+    name = batch.started[0].engine.model_name if batch.started else None
+    return LLMResult(
+        generations=generations, llm_output={"token_usage": usage, "model_name": name}
+    )

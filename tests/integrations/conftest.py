@@ -1,0 +1,251 @@
+"""A scripted engine: the engine's contract without a model, for adapter tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from pcr_core import (
+    CancelledError,
+    Completion,
+    EngineConfig,
+    PromptTooLongError,
+    QueueFullError,
+    Result,
+    SamplingParams,
+    Timing,
+    Usage,
+)
+
+Reply = str | BaseException | Callable[[str], str]
+
+
+class WordTokenizer:
+    """One token per word, the blank before it included; ids in order of appearance."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+        self._words: list[str] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        words = [*(["<s>"] if add_special_tokens else []), *split_words(text)]
+        return [self._id(word) for word in words]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self._words[token] for token in ids)
+
+    def _id(self, word: str) -> int:
+        if word not in self._ids:
+            self._ids[word] = len(self._words)
+            self._words.append(word)
+        return self._ids[word]
+
+
+def split_words(text: str) -> list[str]:
+    """Cut before every blank; joined again, the text is the same."""
+    words: list[str] = []
+    for char in text:
+        if words and not char.isspace():
+            words[-1] += char
+        else:
+            words.append(char)
+    return words
+
+
+class ScriptedEngine:
+    """Answers by script, on a thread of its own as the engine does.
+
+    ``gate`` holds every answer back until it is set, or, with ``stepwise``, every
+    piece of it is released by one ``step()``.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        reply: Reply | Sequence[Reply] = "one two three",
+        chat: bool = True,
+        tools: bool = True,
+        window: int = 10_000,
+        stepwise: bool = False,
+        max_waiting: int = 1000,
+    ) -> None:
+        self.config = config or EngineConfig(model="scripted")
+        self.tokenizer = WordTokenizer()
+        self.context_window = window
+        self.has_chat_template = chat
+        self.supports_tools = tools
+        self.model_name = self.config.model or "scripted"
+        self.closed = False
+        self.submitted: list[tuple[Any, SamplingParams, Any]] = []
+        self.completions: list[Completion] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.ended = threading.Semaphore(0)
+        self._steps = threading.Semaphore(0) if stepwise else None
+        self._replies = (
+            [reply]
+            if callable(reply) or isinstance(reply, (str, BaseException))
+            else list(reply)
+        )
+        self._max_waiting = max_waiting
+        self._seen: list[list[int]] = []
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def encode(self, prompt: Any, *, tools: Any = None) -> list[int]:
+        ids = self.tokenizer.encode(self.render(prompt, tools))
+        if len(ids) >= self.context_window:
+            raise PromptTooLongError(len(ids), self.context_window)
+        return ids
+
+    def render(self, prompt: Any, tools: Any = None) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        head = f"{tools} " if tools else ""
+        turns = (
+            f"<{turn['role']}> {turn['content']} {turn.get('tool_calls', '')}"
+            for turn in prompt
+        )
+        return head + " ".join(turns) + " <assistant>"
+
+    def submit(
+        self, prompt: Any, params: SamplingParams | None = None, *, tools: Any = None
+    ) -> Completion:
+        params = params or SamplingParams()
+        with self._lock:
+            waiting = sum(not completion.done for completion in self.completions)
+            if waiting >= self._max_waiting:
+                raise QueueFullError("the queue is full")
+            ids = self.encode(prompt, tools=tools)
+            cached = max((_common(ids, seen) for seen in self._seen), default=0)
+            self._seen.append(ids)
+            turn = min(len(self.submitted), len(self._replies) - 1)
+            self.submitted.append((prompt, params, tools))
+            completion = Completion()
+            self.completions.append(completion)
+        args = (completion, self._replies[turn], self.render(prompt), params)
+        usage = (len(ids), min(cached, len(ids) - 1))
+        thread = threading.Thread(target=self._answer, args=(*args, usage), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return completion
+
+    def step(self, count: int = 1) -> None:
+        assert self._steps is not None
+        self._steps.release(count)
+
+    def close(self) -> None:
+        self.closed = True
+        self.gate.set()
+        for completion in self.completions:
+            completion.cancel()
+        if self._steps is not None:
+            self._steps.release(10_000)
+        for thread in self._threads:
+            thread.join()
+
+    def _answer(
+        self,
+        completion: Completion,
+        reply: Reply,
+        prompt: str,
+        params: SamplingParams,
+        counts: tuple[int, int],
+    ) -> None:
+        self.gate.wait()
+        if isinstance(reply, BaseException):
+            completion.fail(reply)
+        else:
+            text = reply if isinstance(reply, str) else reply(prompt)
+            pieces, reason = cut(text, params)
+            for piece in pieces:
+                if self._steps is not None:
+                    self._steps.acquire()
+                if completion.cancelled:
+                    break
+                completion.emit(piece)
+            if completion.cancelled:
+                completion.fail(CancelledError("the request was cancelled"))
+            else:
+                completion.finish(self._result(pieces, reason, params, counts))
+        self.ended.release()
+
+    def _result(
+        self,
+        pieces: list[str],
+        reason: Any,
+        params: SamplingParams,
+        counts: tuple[int, int],
+    ) -> Result:
+        ids = [self.tokenizer._id(piece) for piece in pieces]
+        prompt, cached = counts
+        by_tier = {"device": 0, "dram": cached, "ssd": 0}
+        return Result(
+            text="".join(pieces),
+            token_ids=ids,
+            logprobs=[-0.5] * len(ids) if params.logprobs else None,
+            finish_reason=reason,
+            usage=Usage(prompt, len(ids), by_tier),
+            timing=Timing(ttft=0.25, total=0.5),
+        )
+
+
+def cut(text: str, params: SamplingParams) -> tuple[list[str], str]:
+    """Apply stop strings and ``max_tokens`` as the engine does."""
+    ends = [text.find(stop) for stop in params.stop]
+    ends = [end for end in ends if end >= 0]
+    text = text[: min(ends)] if ends else text
+    pieces = split_words(text)
+    if len(pieces) > params.max_tokens:
+        return pieces[: params.max_tokens], "length"
+    return pieces, "stop"
+
+
+def _common(ids: list[int], others: list[int]) -> int:
+    same = 0
+    for one, other in zip(ids, others, strict=False):
+        if one != other:
+            break
+        same += 1
+    return same
+
+
+MakeEngine = Callable[..., ScriptedEngine]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """Build scripted engines; all are closed and their threads joined at the end."""
+    made: list[ScriptedEngine] = []
+
+    def make(config: EngineConfig | None = None, **script: Any) -> ScriptedEngine:
+        engine = ScriptedEngine(config, **script)
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def scripted_builds(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> list[ScriptedEngine]:
+    """Make the shared registry build scripted engines; returns those it built."""
+    import pcr_core
+    from pcr_integrations import _engines
+
+    built: list[ScriptedEngine] = []
+
+    def build(config: EngineConfig) -> ScriptedEngine:
+        built.append(make_engine(config))
+        return built[-1]
+
+    monkeypatch.setattr(pcr_core, "Engine", build, raising=False)
+    monkeypatch.setattr(_engines, "_ENGINES", _engines.EngineRegistry())
+    return built
