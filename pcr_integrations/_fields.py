@@ -118,10 +118,11 @@ class PcrFields(BaseModel):
         )
         kept = config.model_dump(mode="json", include=_CHANGE_ANSWERS)
         sampling = SamplingParams(**self._sampling_defaults())
+        # Nested: LangChain writes the call's own options, None included, at the top.
         return {
             **kept,
             "model": self._model_label(),
-            **sampling.model_dump(mode="json"),
+            "sampling": sampling.model_dump(mode="json"),
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -143,7 +144,7 @@ texts = st.lists(fragments, max_size=4).map("".join)
 @given(text=texts, cuts=st.lists(st.integers(0, 200), max_size=12))
 def test_streamed_and_whole_agree(text: str, cuts: list[int]) -> None:
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
     stream = ToolCallFilter(USE)
     shown = "".join(stream.feed(piece) for piece in pieces)
     end = stream.finish()
