@@ -127,9 +127,13 @@ class PrefixTree:
 
     Args:
         policy: Ranks nodes for eviction in both tiers.
+
+    Attributes:
+        disk_bytes: Size of all files whose chunk is ``STORED``.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
+        self.disk_bytes = 0
         self._nodes: dict[ChunkKey, Node] = {}
         self._host_queue: VictimQueue[Node] = VictimQueue(policy, host_evictable)
         self._disk_queue: VictimQueue[Node] = VictimQueue(policy, disk_evictable)
@@ -239,7 +243,9 @@ class PrefixTree:
         if new is None:
             raise IllegalTransitionError(_illegal(node, old, event))
         node.disk = new
+        self.disk_bytes -= node.disk_bytes
         node.disk_bytes = nbytes if new is Disk.STORED else 0
+        self.disk_bytes += node.disk_bytes
         parent = node.parent
         if parent is not None and (old is Disk.NONE) != (new is Disk.NONE):
             parent.disk_children += 1 if old is Disk.NONE else -1
@@ -275,6 +281,8 @@ class PrefixTree:
             if node.disk is Disk.WRITING and node.host is not Host.READY:
                 problems.append(f"chunk {name}: is being written without a DRAM copy")
         problems += [f"chunk {node.key.hex()[:12]}: dropped parent" for node in counts]
+        if self.disk_bytes != sum(node.disk_bytes for node in self._nodes.values()):
+            problems.append(f"tree: {self.disk_bytes} bytes on SSD do not add up")
         return problems
 
     def _node(self, key: ChunkKey) -> Node:

@@ -63,7 +63,7 @@ class WriteBack:
         self._writing: dict[WriteJob, Node] = {}
         self._deleting: dict[DeleteJob, int] = {}
         self._doomed: set[ChunkKey] = set()
-        self._unreadable: set[ChunkKey] = set()
+        self._unreadable: dict[ChunkKey, int] = {}
         self._touched: dict[ChunkKey, int] = {}
         self._must_resync = False
 
@@ -71,8 +71,7 @@ class WriteBack:
 
     def find(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Record]:
         """Look for chunks that another engine or process may have stored. Pure."""
-        hidden = self._doomed | self._unreadable
-        wanted = [key for key in keys if key not in hidden]
+        wanted = [key for key in keys if not self._is_hidden(key)]
         if not wanted:
             return {}
         try:
@@ -89,7 +88,7 @@ class WriteBack:
             self._trouble.once("index", "the cache index cannot be read", error)
             return
         for key, record in records.items():
-            if key not in self._doomed:
+            if not self._is_hidden(key):
                 self._tree.add_stored(key, record.parent, record.size, record.stamp)
         for node in list(self._tree.nodes()):
             if node.disk is Disk.STORED and node.key not in records:
@@ -109,14 +108,13 @@ class WriteBack:
         Making room never evicts a chunk used more recently than the one to be
         written: a path longer than the budget keeps its head, whatever its length.
         """
-        used = self._used_bytes()
+        used = self._used_bytes(len(path) * fmt.file_nbytes)
         for node, chunk in zip(path, chunks, strict=True):
             if node.disk is Disk.STORED:
                 self._touched[node.key] = node.last_used
             if node.host is not Host.READY or node.disk is not Disk.NONE:
                 continue
-            freed = self._make_room(node, used + fmt.file_nbytes)
-            used -= freed
+            used -= self._make_room(node, used + fmt.file_nbytes)
             if used + fmt.file_nbytes > self._store.budget_bytes:
                 self._stats.write_drops += 1
                 continue
@@ -144,7 +142,7 @@ class WriteBack:
         if delete:
             self._delete(node.key, size)
         else:
-            self._unreadable.add(node.key)
+            self._unreadable[node.key] = size
 
     def send_touches(self) -> None:
         """Have the recency seen so far recorded in the index."""
@@ -180,7 +178,7 @@ class WriteBack:
         node = self._writing.pop(job)
         if job.outcome is WriteOutcome.STORED:
             self._tree.advance_disk(node, Event.STORE, job.nbytes)
-            self._unreadable.discard(node.key)
+            self._unreadable.pop(node.key, None)
             self._stats.written += 1
             self._stats.written_bytes += job.nbytes
             return
@@ -194,15 +192,32 @@ class WriteBack:
         self._stats.write_drops += 1
         self._must_resync |= job.outcome is WriteOutcome.NO_ROOM
 
-    def _used_bytes(self) -> int:
-        """Bytes on SSD once everything queued is done."""
+    def _is_hidden(self, key: ChunkKey) -> bool:
+        """Whether a record that exists must not be used."""
+        return key in self._doomed or key in self._unreadable
+
+    def _used_bytes(self, coming: int) -> int:
+        """Bytes on SSD once everything queued is done.
+
+        If room is short and the folder holds more than the tree knows of, others have
+        written; their chunks are taken in, so that they compete for room like ours.
+
+        Args:
+            coming: Bytes that may be wanted next.
+        """
         try:
             used = self._store.used_bytes()
         except OSError as error:
             self._trouble.once("index", "the cache index cannot be read", error)
             return self._store.budget_bytes
+        leaving = sum(self._deleting.values())
         queued = sum(job.nbytes for job in self._writing)
-        return used + queued - sum(self._deleting.values())
+        known = (
+            self._tree.disk_bytes + leaving + queued + sum(self._unreadable.values())
+        )
+        if used > known and used + coming > self._store.budget_bytes:
+            self.resync()
+        return used + queued - leaving
 
     def _make_room(self, node: Node, wanted: int) -> int:
         """Evict older leaves until ``wanted`` bytes fit; return the bytes freed."""

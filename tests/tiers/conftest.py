@@ -1,4 +1,4 @@
-"""A tiny world for the tiers: layout, known bytes per key, files that fail on demand."""
+"""A tiny world for the tiers: layout, bytes per key, files that fail on demand."""
 
 from __future__ import annotations
 

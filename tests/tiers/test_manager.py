@@ -12,7 +12,7 @@ from pcr_core.tiers import HostPool, InlineIo, TierManager
 
 def test_second_request_reads_dram(kit):
     manager = kit.manager()
-    tokens = kit.prompt(1, 2, 3) + [9]
+    tokens = [*kit.prompt(1, 2, 3), 9]
     first, second = kit.serve(manager, tokens), kit.serve(manager, tokens)
     assert (first.tiers, first.sinks) == ({}, [0, 1, 2])
     assert (second.tiers, second.sinks) == ({0: "dram", 1: "dram", 2: "dram"}, [])
@@ -32,7 +32,7 @@ def test_last_chunk_of_an_exact_multiple_is_kept_but_not_read(kit):
 
 
 def test_restart_reads_ssd_then_dram(kit):
-    tokens = kit.prompt(1, 2, 3) + [9]
+    tokens = [*kit.prompt(1, 2, 3), 9]
     first = kit.manager()
     kit.serve(first, tokens)
     first.close()
@@ -48,7 +48,7 @@ def test_restart_reads_ssd_then_dram(kit):
 
 def test_without_ssd(kit):
     manager = kit.manager(ssd_chunks=0)
-    tokens = kit.prompt(1, 2) + [9]
+    tokens = [*kit.prompt(1, 2), 9]
     kit.serve(manager, tokens)
     assert kit.serve(manager, tokens).tiers == {0: "dram", 1: "dram"}
     assert manager.flush()
@@ -56,7 +56,7 @@ def test_without_ssd(kit):
 
 
 def test_a_hole_costs_only_itself(kit):
-    tokens = kit.prompt(1, 2, 3, 4) + [9]
+    tokens = [*kit.prompt(1, 2, 3, 4), 9]
     first = kit.manager()
     kit.serve(first, tokens)
     first.close()
@@ -69,7 +69,7 @@ def test_a_hole_costs_only_itself(kit):
 
 
 def test_a_file_lost_under_a_running_manager_is_a_hole(kit):
-    tokens = kit.prompt(1, 2, 3) + [9]
+    tokens = [*kit.prompt(1, 2, 3), 9]
     kit.serve(kit.manager(), tokens)
     manager = kit.manager(folder=kit.folder)
     (kit.folder / "chunks" / f"{kit.keys_of(tokens)[1].hex()}.safetensors").unlink()
@@ -80,7 +80,7 @@ def test_a_file_lost_under_a_running_manager_is_a_hole(kit):
 
 
 def test_a_corrupt_chunk_is_removed_recomputed_and_stored_again(kit):
-    tokens = kit.prompt(1, 2, 3) + [9]
+    tokens = [*kit.prompt(1, 2, 3), 9]
     first = kit.manager()
     kit.serve(first, tokens)
     first.close()
@@ -100,11 +100,11 @@ def test_a_corrupt_chunk_is_removed_recomputed_and_stored_again(kit):
 def test_match_changes_nothing(kit):
     manager = kit.manager(slots=3, ssd_chunks=0)
     for number in (1, 2, 3):
-        kit.serve(manager, kit.prompt(number) + [9])
+        kit.serve(manager, [*kit.prompt(number), 9])
     for _ in range(10):
         assert manager.match(kit.keys_of(kit.prompt(1))) == ["dram"]
     before = manager.snapshot()
-    kit.serve(manager, kit.prompt(4) + [9])
+    kit.serve(manager, [*kit.prompt(4), 9])
     assert manager.match(kit.keys_of(kit.prompt(1))) == ["none"]
     assert before.dram_hit_tokens == 0
 
@@ -112,11 +112,11 @@ def test_match_changes_nothing(kit):
 def test_leaves_go_first_and_expose_their_parents(kit):
     manager = kit.manager(slots=4, ssd_chunks=0)
     long = kit.prompt(1, 2, 3)
-    kit.serve(manager, long + [9])
-    kit.serve(manager, kit.prompt(4) + [9])
+    kit.serve(manager, [*long, 9])
+    kit.serve(manager, [*kit.prompt(4), 9])
     left = []
     for number in (5, 6, 7):
-        kit.serve(manager, kit.prompt(number) + [9])
+        kit.serve(manager, [*kit.prompt(number), 9])
         left.append(manager.match(kit.keys_of(long)).count("dram"))
     assert left == [2, 1, 0]
     assert manager.match(kit.keys_of(kit.prompt(4))) == ["dram"]
@@ -124,16 +124,16 @@ def test_leaves_go_first_and_expose_their_parents(kit):
 
 def test_exactly_the_shortfall_is_evicted(kit):
     manager = kit.manager(slots=4, ssd_chunks=0)
-    kit.serve(manager, kit.prompt(1) + [9])
-    kit.serve(manager, kit.prompt(2) + [9])
-    kit.serve(manager, kit.prompt(3, 4, 5) + [9])
+    kit.serve(manager, [*kit.prompt(1), 9])
+    kit.serve(manager, [*kit.prompt(2), 9])
+    kit.serve(manager, [*kit.prompt(3, 4, 5), 9])
     assert manager.snapshot().dram_evictions == 1
     assert manager.match(kit.keys_of(kit.prompt(2))) == ["dram"]
 
 
 def test_a_prompt_longer_than_dram_keeps_its_head(kit):
     manager = kit.manager(slots=2, ssd_chunks=3)
-    tokens = kit.prompt(1, 2, 3, 4, 5) + [9]
+    tokens = [*kit.prompt(1, 2, 3, 4, 5), 9]
     first = kit.serve(manager, tokens)
     assert first.sinks == [0, 1]
     assert manager.snapshot().bypassed_inserts == 3
@@ -143,7 +143,7 @@ def test_a_prompt_longer_than_dram_keeps_its_head(kit):
 
 def test_ssd_keeps_the_head_of_a_path_and_is_not_written_in_circles(kit):
     manager = kit.manager(slots=8, ssd_chunks=2)
-    tokens = kit.prompt(1, 2, 3, 4) + [9]
+    tokens = [*kit.prompt(1, 2, 3, 4), 9]
     kit.serve(manager, tokens)
     kit.serve(manager, tokens)
     stats = manager.snapshot()
@@ -155,9 +155,9 @@ def test_ssd_keeps_the_head_of_a_path_and_is_not_written_in_circles(kit):
 
 def test_ssd_budget_evicts_least_recently_used_leaf_first(kit):
     manager = kit.manager(slots=8, ssd_chunks=3)
-    kit.serve(manager, kit.prompt(1, 2) + [9])
-    kit.serve(manager, kit.prompt(3) + [9])
-    kit.serve(manager, kit.prompt(4) + [9])
+    kit.serve(manager, [*kit.prompt(1, 2), 9])
+    kit.serve(manager, [*kit.prompt(3), 9])
+    kit.serve(manager, [*kit.prompt(4), 9])
     assert kit.file_bytes(kit.folder) == 3 * kit.file_nbytes
     names = {path.stem for path in kit.chunk_files(kit.folder)}
     one, two = kit.keys_of(kit.prompt(1, 2))
@@ -169,18 +169,18 @@ def test_recency_survives_a_restart(kit):
     clock = kit.Clock()
     first = kit.manager(ssd_chunks=3, clock=clock)
     for number in (1, 2, 3, 1):
-        kit.serve(first, kit.prompt(number) + [9])
+        kit.serve(first, [*kit.prompt(number), 9])
     first.close()
     second = kit.manager(ssd_chunks=3, clock=clock)
-    kit.serve(second, kit.prompt(4) + [9])
+    kit.serve(second, [*kit.prompt(4), 9])
     states = [second.match(kit.keys_of(kit.prompt(n)))[0] for n in (1, 2, 3, 4)]
     assert states == ["ssd", "none", "ssd", "dram"]
 
 
 def test_a_smaller_budget_evicts_at_open(kit):
     first = kit.manager(ssd_chunks=6)
-    kit.serve(first, kit.prompt(1, 2, 3) + [9])
-    kit.serve(first, kit.prompt(4) + [9])
+    kit.serve(first, [*kit.prompt(1, 2, 3), 9])
+    kit.serve(first, [*kit.prompt(4), 9])
     first.close()
     second = kit.manager(ssd_chunks=2)
     assert kit.file_bytes(kit.folder) == 2 * kit.file_nbytes
@@ -191,7 +191,7 @@ def test_a_smaller_budget_evicts_at_open(kit):
 
 def test_interrupted_prefill_keeps_what_was_filled(kit):
     manager = kit.manager()
-    tokens = kit.prompt(1, 2, 3) + [9]
+    tokens = [*kit.prompt(1, 2, 3), 9]
     kit.serve(manager, tokens, fail=True)
     assert manager.match(kit.keys_of(tokens)) == ["dram", "none", "none"]
     report = manager.check()
@@ -200,7 +200,7 @@ def test_interrupted_prefill_keeps_what_was_filled(kit):
 
 
 def test_lease_left_without_waiting_still_gets_its_reads(kit):
-    tokens = kit.prompt(1, 2) + [9]
+    tokens = [*kit.prompt(1, 2), 9]
     first = kit.manager()
     kit.serve(first, tokens)
     first.close()
@@ -214,19 +214,19 @@ def test_lease_left_without_waiting_still_gets_its_reads(kit):
 
 def test_open_lease_is_pinned_against_eviction(kit):
     manager = kit.manager(slots=2, ssd_chunks=0)
-    tokens = kit.prompt(1, 2) + [9]
+    tokens = [*kit.prompt(1, 2), 9]
     kit.serve(manager, tokens)
     with manager.lease(kit.keys_of(tokens), tokens, 2) as lease:
-        assert kit.serve(manager, kit.prompt(3) + [9]).sinks == []
+        assert kit.serve(manager, [*kit.prompt(3), 9]).sinks == []
         assert bytes(lease.sources[1].view) == kit.content(kit.keys_of(tokens)[1])
         assert manager.check().ok
     assert manager.snapshot().bypassed_inserts == 1
-    assert kit.serve(manager, kit.prompt(3) + [9]).sinks == [0]
+    assert kit.serve(manager, [*kit.prompt(3), 9]).sinks == [0]
 
 
 def test_second_lease_on_a_filling_chunk_treats_it_as_absent(kit):
     manager = kit.manager()
-    tokens = kit.prompt(1, 2) + [9]
+    tokens = [*kit.prompt(1, 2), 9]
     keys = kit.keys_of(tokens)
     with manager.lease(keys, tokens, 2) as first:
         with manager.lease(keys, tokens, 2) as second:
@@ -240,7 +240,7 @@ def test_second_lease_on_a_filling_chunk_treats_it_as_absent(kit):
 
 def test_filled_wants_a_sink(kit):
     manager = kit.manager()
-    tokens = kit.prompt(1) + [9]
+    tokens = [*kit.prompt(1), 9]
     with (
         manager.lease(kit.keys_of(tokens), tokens, 1) as lease,
         pytest.raises(KeyError, match="no sink"),
@@ -271,7 +271,7 @@ def test_ssd_budget_below_one_chunk_names_both_numbers(kit):
 
 
 def test_open_builds_both_tiers_with_threads(kit):
-    tokens = kit.prompt(1, 2, 3) + [9]
+    tokens = [*kit.prompt(1, 2, 3), 9]
     for expected in ({}, {0: "ssd", 1: "ssd", 2: "ssd"}):
         manager = TierManager.open(
             kit.layout,
@@ -291,15 +291,13 @@ def test_other_namespaces_share_the_budget_but_not_the_chunks(kit):
     from pcr_core.index.chunk import Namespace, chunk_keys
     from pcr_core.tiers import ChunkStore
 
-    kit.serve(kit.manager(ssd_chunks=2), kit.prompt(1, 2) + [9])
+    kit.serve(kit.manager(ssd_chunks=2), [*kit.prompt(1, 2), 9])
     other = Namespace.of([("test", b"other")])
     store = ChunkStore(kit.folder, 2 * kit.file_nbytes)
     pool = HostPool(kit.layout, 4 * kit.layout.nbytes)
     clock = kit.Clock(start=10**9)
-    manager = TierManager(
-        kit.layout, other, pool, store, InlineIo(store), clock=clock
-    )
-    tokens = kit.prompt(1) + [9]
+    manager = TierManager(kit.layout, other, pool, store, InlineIo(store), clock=clock)
+    tokens = [*kit.prompt(1), 9]
     keys = chunk_keys(other, tokens, kit.layout.chunk_tokens)
     assert manager.match(keys) == ["none"]
     with manager.lease(keys, tokens, 1) as lease:
@@ -314,7 +312,7 @@ def test_other_namespaces_share_the_budget_but_not_the_chunks(kit):
 def test_memory_stays_bounded_by_what_is_held(kit):
     manager = kit.manager(slots=2, ssd_chunks=2)
     for number in range(50):
-        kit.serve(manager, kit.prompt(number, number + 1000, number + 2000) + [9])
+        kit.serve(manager, [*kit.prompt(number, number + 1000, number + 2000), 9])
     # Two chunks per tier, their ancestors, and the namespace's own node.
     assert len(manager._tree) <= 2 * 3 + 2 * 3 + 1
 
@@ -325,7 +323,7 @@ def test_trouble_is_logged_once_per_kind(kit, caplog):
     files.broken["fsync"] = 5
     with caplog.at_level(logging.WARNING, logger="pcr_core.tiers"):
         for number in (1, 2, 3):
-            kit.serve(manager, kit.prompt(number) + [9])
+            kit.serve(manager, [*kit.prompt(number), 9])
     assert manager.snapshot().write_errors == 3
     assert len(caplog.records) == 1
     assert "could not be written" in caplog.text
@@ -333,9 +331,9 @@ def test_trouble_is_logged_once_per_kind(kit, caplog):
 
 def test_statistics_print(kit):
     manager = kit.manager()
-    kit.serve(manager, kit.prompt(1) + [9])
+    kit.serve(manager, [*kit.prompt(1), 9])
     before = manager.snapshot()
-    kit.serve(manager, kit.prompt(1) + [9])
+    kit.serve(manager, [*kit.prompt(1), 9])
     after = manager.snapshot()
     assert (before.hit_tokens, after.hit_tokens) == (0, 4)
     assert after.hit_rate == pytest.approx(0.4)

@@ -1,0 +1,251 @@
+"""Threads of the SSD tier: order, bounds, dying workers, closing. No sleeps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from pcr_core.tiers import InlineIo, IoPool
+from pcr_core.tiers.chunk_file import ReadOutcome
+from pcr_core.tiers.jobs import (
+    DeleteJob,
+    ReadJob,
+    TouchJob,
+    WriteJob,
+    WriteOutcome,
+)
+
+
+class Gate:
+    """A backend that works only while it is open, and may be told to raise."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.entered = threading.Semaphore(0)
+        self.groups: list[list] = []
+        self.reads: list[ReadJob] = []
+        self.error: BaseException | None = None
+
+    def _pass(self) -> None:
+        self.entered.release()
+        assert self.open.wait(60)
+        if self.error is not None:
+            raise self.error
+
+    def read(self, job):
+        self._pass()
+        self.reads.append(job)
+        job.outcome = ReadOutcome.OK
+
+    def commit(self, jobs):
+        self._pass()
+        self.groups.append(list(jobs))
+        for job in jobs:
+            if isinstance(job, WriteJob):
+                job.outcome = WriteOutcome.STORED
+
+
+@pytest.fixture
+def gate():
+    gate = Gate()
+    yield gate
+    gate.open.set()
+
+
+@pytest.fixture
+def pool(gate):
+    made = []
+
+    def make(**limits) -> IoPool:
+        made.append(IoPool(gate, **limits))
+        return made[-1]
+
+    yield make
+    gate.open.set()
+    for one in made:
+        one.close()
+
+
+def write_job(kit, number: int) -> WriteJob:
+    chunk = kit.chunk_id(kit.prompt(number), 0)
+    view = memoryview(bytearray(kit.layout.nbytes))
+    return WriteJob(kit.format, chunk, view, stamp=number)
+
+
+def read_job(kit, number: int = 0) -> ReadJob:
+    chunk = kit.chunk_id(kit.prompt(number), 0)
+    return ReadJob(kit.format, chunk, memoryview(bytearray(kit.layout.nbytes)))
+
+
+def test_reads_start_in_order_and_wait_covers_them(kit, gate, pool):
+    io = pool(readers=1)
+    gate.open.set()
+    jobs = [read_job(kit, number) for number in range(20)]
+    for job in jobs:
+        io.read(job)
+    io.wait(jobs)
+    assert gate.reads == jobs
+    assert io.poll() == jobs
+    assert io.poll() == []
+
+
+def test_waiting_writes_are_grouped(kit, gate, pool):
+    io = pool(group=3)
+    jobs = [write_job(kit, number) for number in range(5)]
+    io.write(jobs[0])
+    assert gate.entered.acquire(timeout=60)
+    for job in jobs[1:]:
+        io.write(job)
+    gate.open.set()
+    assert io.flush(60)
+    assert gate.groups == [jobs[:1], jobs[1:4], jobs[4:]]
+
+
+@pytest.mark.parametrize("limit", ["count", "bytes"])
+def test_a_full_queue_drops_the_lowest_stamp(kit, gate, pool, limit):
+    if limit == "count":
+        io = pool(max_writes=2)
+    else:
+        io = pool(max_write_bytes=2 * kit.layout.nbytes)
+    running = write_job(kit, 9)
+    io.write(running)
+    assert gate.entered.acquire(timeout=60)
+    five, four, six = (write_job(kit, number) for number in (5, 4, 6))
+    for job in (five, four, six):
+        io.write(job)
+    assert io.poll() == [four]
+    assert four.outcome is WriteOutcome.DROPPED
+    gate.open.set()
+    assert io.flush(60)
+    assert gate.groups == [[running], [five, six]]
+
+
+def test_removals_are_never_dropped_and_keep_their_place(kit, gate, pool):
+    io = pool(max_writes=1)
+    io.write(write_job(kit, 1))
+    assert gate.entered.acquire(timeout=60)
+    delete, touch = DeleteJob([]), TouchJob()
+    two, three = write_job(kit, 2), write_job(kit, 3)
+    for job in (delete, two, touch, three):
+        io.write(job)
+    gate.open.set()
+    assert io.flush(60)
+    assert gate.groups[1] == [delete, touch, three]
+
+
+def test_flush_gives_up_at_the_timeout(kit, gate, pool):
+    io = pool()
+    io.write(write_job(kit, 1))
+    assert not io.flush(0.01)
+    gate.open.set()
+    assert io.flush(60)
+
+
+@pytest.mark.parametrize("io_class", [IoPool, InlineIo])
+def test_an_exception_fails_its_jobs_only(kit, gate, io_class):
+    gate.open.set()
+    gate.error = ValueError("bug")
+    io = io_class(gate)
+    read, write, delete = read_job(kit), write_job(kit, 1), DeleteJob([])
+    io.read(read)
+    io.write(write)
+    io.write(delete)
+    io.wait([read])
+    assert io.flush(60)
+    assert read.outcome is ReadOutcome.FAILED
+    assert write.outcome is WriteOutcome.FAILED
+    assert read.error is write.error is delete.error is gate.error
+    gate.error = None
+    again = read_job(kit)
+    io.read(again)
+    io.wait([again])
+    assert again.outcome is ReadOutcome.OK
+    io.close()
+
+
+def test_a_dead_reader_leaves_the_work_to_the_others(kit, gate, pool, caplog):
+    io = pool(readers=2)
+    gate.error = SystemExit("killed")
+    dying = read_job(kit)
+    io.read(dying)
+    assert gate.entered.acquire(timeout=60)
+    with caplog.at_level(logging.CRITICAL, logger="pcr_core.tiers"):
+        gate.open.set()
+        io.wait([dying])
+    assert dying.outcome is ReadOutcome.FAILED
+    assert "reader thread died" in caplog.text
+    gate.error = None
+    later = read_job(kit)
+    io.read(later)
+    io.wait([later])
+    assert later.outcome is ReadOutcome.OK
+
+
+def test_the_last_dead_reader_fails_everything(kit, gate, pool):
+    io = pool(readers=1)
+    gate.error = SystemExit("killed")
+    waiting = [read_job(kit, number) for number in range(3)]
+    for job in waiting:
+        io.read(job)
+    gate.open.set()
+    io.wait(waiting)
+    late = read_job(kit)
+    io.read(late)
+    io.wait([late])
+    assert {job.outcome for job in [*waiting, late]} == {ReadOutcome.FAILED}
+    assert io.poll() == [*waiting, late]
+
+
+def test_a_dead_writer_fails_everything(kit, gate, pool):
+    io = pool(group=1)
+    gate.error = SystemExit("killed")
+    jobs = [write_job(kit, number) for number in range(3)]
+    for job in jobs:
+        io.write(job)
+    gate.open.set()
+    assert io.flush(60)
+    late = write_job(kit, 9)
+    io.write(late)
+    assert {job.outcome for job in [*jobs, late]} == {WriteOutcome.FAILED}
+    assert io.poll() == [*jobs, late]
+
+
+def test_close_finishes_what_is_queued(kit, gate):
+    io = IoPool(gate)
+    gate.open.set()
+    jobs = [write_job(kit, number) for number in range(40)]
+    for job in jobs:
+        io.write(job)
+    io.close()
+    assert {job.outcome for job in jobs} == {WriteOutcome.STORED}
+
+
+def test_close_drops_what_does_not_fit_into_its_time(kit, gate):
+    io = IoPool(gate, group=1)
+    jobs = [write_job(kit, number) for number in range(3)]
+    for job in jobs:
+        io.write(job)
+    assert gate.entered.acquire(timeout=60)
+    closer = threading.Thread(target=io.close, args=(0.01,))
+    closer.start()
+    io.wait(jobs[1:])
+    gate.open.set()
+    closer.join()
+    assert [job.outcome for job in jobs] == [
+        WriteOutcome.STORED,
+        WriteOutcome.DROPPED,
+        WriteOutcome.DROPPED,
+    ]
+    late = write_job(kit, 9)
+    io.write(late)
+    assert late.outcome is WriteOutcome.FAILED
+
+
+def test_threads_are_named(gate):
+    before = set(threading.enumerate())
+    io = IoPool(gate, readers=2)
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    assert names == {"pcr-read-0", "pcr-read-1", "pcr-write"}
+    io.close()
