@@ -135,7 +135,7 @@ def test_no_call(make_engine: MakeEngine) -> None:
     llm = PCRLLM(engine=make_engine(reply="I cannot."))
     response = llm.chat_with_tools([ADD], "q", tool_required=True)
     assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
-    with pytest.raises(ValueError, match="'I cannot.'"):
+    with pytest.raises(ValueError, match=r"'I cannot\.'"):
         llm.get_tool_calls_from_response(response)
 
 
