@@ -1,9 +1,10 @@
-"""A second process on a cache folder, driven by lines of JSON on its standard input.
+"""Other processes on a cache folder, driven by lines of JSON on standard input.
 
-``python store_child.py FOLDER SSD_CHUNKS [CALL NUMBER WHEN]``: with the last three, the
-process kills itself with SIGKILL ``before``, ``after`` or in the ``middle`` of the
-NUMBERth CALL of the file seam. Every line ``[1, 2]`` serves that prompt, ``"flush"``
-writes everything out, and each is answered by a line.
+This process imports what is slow to import and then forks one process for each line
+``[FOLDER, SSD_CHUNKS, CALL, NUMBER, WHEN]``. With the last three, that process kills
+itself with SIGKILL ``before``, ``after`` or in the ``middle`` of the NUMBERth CALL of
+the file seam. It answers its pid, and then a line for every line: ``[1, 2]`` serves
+that prompt, ``"end"`` ends it. When it has ended, its exit code is answered.
 """
 
 from __future__ import annotations
@@ -63,25 +64,48 @@ class Killer(kit.FaultyFiles):
         return self._run("unlink", path)
 
 
-def main(folder: str, chunks: str, *death: str) -> None:
-    files = Killer(death[0], int(death[1]), death[2]) if death else kit.Files()
-    budget = int(chunks) * kit.FILE_BYTES
-    store = kit.ChunkStore(Path(folder), budget, files=files)
+def orders():
+    """Lines of standard input, none read before it is wanted."""
+    while True:
+        line = b""
+        while not line.endswith(b"\n"):
+            piece = os.read(0, 1)
+            if not piece:
+                return
+            line += piece
+        yield json.loads(line)
+
+
+def answer(value) -> None:
+    os.write(1, json.dumps(value).encode() + b"\n")
+
+
+def use_folder(folder: str, chunks: int, *death) -> None:
+    files = Killer(*death) if death else kit.Files()
+    store = kit.ChunkStore(Path(folder), chunks * kit.FILE_BYTES, files=files)
     pool = kit.HostPool(kit.LAYOUT, 8 * kit.LAYOUT.nbytes)
     io = kit.InlineIo(store)
     manager = kit.TierManager(kit.LAYOUT, kit.NAMESPACE, pool, store, io)
-    for line in sys.stdin:
-        order = json.loads(line)
-        if order == "flush":
-            answer = manager.flush()
-        elif order == "fork":
-            answer = forked(manager)
+    answer(os.getpid())
+    for order in orders():
+        if order == "end":
+            break
+        if order == "fork":
+            answer(forked(manager))
         else:
-            tokens = [*kit.prompt(*order), 9]
-            answer = sorted(kit.serve(manager, tokens).tiers.items())
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+            served = kit.serve(manager, [*kit.prompt(*order), 9])
+            answer(sorted(served.tiers.items()))
     manager.close()
+
+
+def main() -> None:
+    for order in orders():
+        pid = os.fork()
+        if pid == 0:
+            use_folder(*order)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        answer({"exit": os.waitstatus_to_exitcode(status)})
 
 
 def forked(manager) -> str:
@@ -104,4 +128,4 @@ def forked(manager) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

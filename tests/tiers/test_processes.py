@@ -15,14 +15,14 @@ import pytest
 CHILD = Path(__file__).with_name("store_child.py")
 
 
-class Child:
-    """One run of ``store_child.py``."""
+class Nursery:
+    """Runs ``store_child.py``, which forks one process at a time."""
 
-    def __init__(self, folder: Path, chunks: int, *death: object) -> None:
+    def __init__(self) -> None:
         root = CHILD.parents[2]
         paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.process = subprocess.Popen(
-            [sys.executable, CHILD, folder, str(chunks), *map(str, death)],
+        self._process = subprocess.Popen(
+            [sys.executable, CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -30,40 +30,65 @@ class Child:
         )
 
     def ask(self, order: object) -> object:
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def hear(self) -> object:
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+
+class Child:
+    """One process on the folder."""
+
+    def __init__(self, nursery: Nursery, folder: Path, *settings: object) -> None:
+        self._nursery = nursery
+        self.code: int | None = None
+        self.pid = nursery.ask([str(folder), *settings])
+
+    def ask(self, order: object) -> object:
         """Send one line; return the answer, or ``None`` if the child died of it."""
-        try:
-            self.process.stdin.write(json.dumps(order) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            return None
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else None
+        answer = self._nursery.ask(order)
+        return answer if not self._ended(answer) else None
 
     def end(self) -> int:
-        self.process.stdin.close()
-        code = self.process.wait(60)
-        self.process.stdout.close()
-        return code
+        if self.code is None:
+            self._ended(self._nursery.ask("end"))
+        return self.code
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(60)
-        self.process.stdin.close()
-        self.process.stdout.close()
+        os.kill(self.pid, signal.SIGKILL)
+        self._ended(self._nursery.hear())
+
+    def _ended(self, answer: object) -> bool:
+        if isinstance(answer, dict):
+            self.code = answer["exit"]
+        return self.code is not None
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
 
 
 @pytest.fixture
-def child(kit) -> Iterator:
+def child(kit, nursery) -> Iterator:
     made: list[Child] = []
 
     def start(chunks: int = 8, *death: object) -> Child:
-        made.append(Child(kit.folder, chunks, *death))
+        made.append(Child(nursery, kit.folder, chunks, *death))
         return made[-1]
 
     yield start
     for one in made:
-        if one.process.returncode is None:
-            one.kill()
+        one.end()
 
 
 PROMPTS = [[1, 2], [3], [1, 2, 4], [5, 6]]
@@ -140,7 +165,7 @@ def test_files_without_record_are_left_to_a_live_process(kit, child):
     other = child()
     assert other.ask([1]) == []
     (good,) = kit.chunk_files(kit.folder)
-    pid = other.process.pid
+    pid = other.pid
     orphan = good.with_name("ab" * 32 + ".safetensors")
     writing = good.with_name(f"{good.stem}.{pid}.0.tmp")
     dead = good.with_name(f"{good.stem}.{2**22 + 1}.0.tmp")
@@ -157,7 +182,7 @@ def test_old_files_without_record_are_removed_at_any_time(kit, child):
     other = child()
     assert other.ask([1]) == []
     (good,) = kit.chunk_files(kit.folder)
-    for name in ("ab" * 32 + ".safetensors", f"x.{other.process.pid}.0.tmp"):
+    for name in ("ab" * 32 + ".safetensors", f"x.{other.pid}.0.tmp"):
         path = good.with_name(name)
         path.write_bytes(b"?")
         os.utime(path, (0, 0))
