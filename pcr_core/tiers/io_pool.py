@@ -57,8 +57,9 @@ class InlineIo:
         """Return True: nothing waits."""
         return True
 
-    def close(self, timeout: float = 10.0) -> None:
-        """Do nothing: there is no thread."""
+    def close(self, timeout: float = 10.0) -> bool:
+        """Return True: there is no thread."""
+        return True
 
 
 class IoPool:
@@ -158,11 +159,14 @@ class IoPool:
         with self._lock:
             return self._progress.wait_for(self._writer_idle, timeout)
 
-    def close(self, timeout: float = 10.0) -> None:
+    def close(self, timeout: float = 10.0) -> bool:
         """Finish queued writes for ``timeout`` seconds, drop the rest, join.
 
         A thread that hangs in a system call for longer than that is reported in the
-        log and left behind; it is a daemon and holds nothing of the engine's.
+        log and left behind; it is a daemon.
+
+        Returns:
+            False if a thread was left behind: it still uses the backend.
         """
         deadline = time.monotonic() + timeout
         self.flush(timeout)
@@ -179,8 +183,10 @@ class IoPool:
             self._work.notify_all()
         for thread in self._threads:
             thread.join(max(1.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                _log.error("thread %s hangs in a system call; left behind", thread.name)
+        hanging = [thread.name for thread in self._threads if thread.is_alive()]
+        if hanging:
+            _log.error("%s hangs in a system call; left behind", ", ".join(hanging))
+        return not hanging
 
     def _writer_idle(self) -> bool:
         busy = any(not isinstance(job, ReadJob) for job in self._running)

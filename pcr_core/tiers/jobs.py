@@ -106,8 +106,12 @@ class Io(Protocol):
     def flush(self, timeout: float | None = None) -> bool:
         """Block until the writer has nothing left to do; False at the timeout."""
 
-    def close(self, timeout: float = 10.0) -> None:
-        """End: finish what the timeout allows, drop the rest, join the threads."""
+    def close(self, timeout: float = 10.0) -> bool:
+        """End: finish what the timeout allows, drop the rest, join the threads.
+
+        Returns:
+            False if a thread hangs in a system call and still uses the backend.
+        """
 
 
 def finish(backend: Backend, job: ReadJob) -> None:

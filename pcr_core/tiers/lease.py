@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from pcr_core.index.prefix_tree import Node
 from pcr_core.tiers.chunk_file import ChunkId
@@ -82,8 +82,12 @@ class Lease:
 
         A chunk that could not be read becomes a hole: its slot moves to ``sinks``.
         """
-        if self.reads:
-            self._owner.finish_reads(self)
+        if not self.reads:
+            return
+        self._owner.finish_reads(self)
+        # Reads end in any order; whoever walks the path wants it root first.
+        for slots in (self._sources, self._sinks, self._tiers):
+            _sort(slots)
 
     def filled(self, index: int) -> None:
         """Say that every byte of sink ``index`` is written.
@@ -120,3 +124,10 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _sort(slots: dict[int, Any]) -> None:
+    """Put a mapping in index order without replacing it: callers hold views of it."""
+    ordered = sorted(slots.items())
+    slots.clear()
+    slots.update(ordered)

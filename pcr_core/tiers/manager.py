@@ -260,10 +260,12 @@ class TierManager:
         if self._writes is not None:
             self._writes.send_touches()
         self._closed = True
+        joined = True
         if self._io is not None:
-            self._io.close(timeout)
+            joined = self._io.close(timeout)
             self.poll()
-        if self._store is not None:
+        if self._store is not None and joined:
+            # Closing the index under a thread that hangs in it would crash.
             self._store.close()
 
     # --- parts of a lease ---
