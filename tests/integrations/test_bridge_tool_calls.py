@@ -141,10 +141,7 @@ fragments = st.sampled_from(
 texts = st.lists(fragments, max_size=4).map("".join)
 
 
-@given(text=texts, cuts=st.lists(st.integers(0, 200), max_size=12))
-def test_streamed_and_whole_agree(text: str, cuts: list[int]) -> None:
-    edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
+def check_stream(text: str, pieces: list[str]) -> None:
     stream = ToolCallFilter(USE)
     shown = "".join(stream.feed(piece) for piece in pieces)
     end = stream.finish()
@@ -154,6 +151,17 @@ def test_streamed_and_whole_agree(text: str, cuts: list[int]) -> None:
         (c.name, c.arguments) for c in whole.calls
     ]
     assert [c.raw for c in end.invalid] == [c.raw for c in whole.invalid]
+
+
+@given(text=texts, cuts=st.lists(st.integers(0, 200), max_size=12))
+def test_streamed_and_whole_agree(text: str, cuts: list[int]) -> None:
+    edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    check_stream(text, [text[a:b] for a, b in itertools.pairwise(edges)])
+
+
+@given(text=texts)
+def test_one_character_at_a_time(text: str) -> None:
+    check_stream(text, list(text))
 
 
 def test_text_is_not_held_back_longer_than_needed() -> None:

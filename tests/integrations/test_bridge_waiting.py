@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from pcr_core import ModelError, QueueFullError, RequestError, SamplingParams
+from pcr_core import (
+    Completion,
+    ModelError,
+    QueueFullError,
+    RequestError,
+    Result,
+    SamplingParams,
+    Timing,
+    Usage,
+)
 from pcr_integrations._bridge import Batch, Call, Running
 from pcr_integrations._options import CallOptions
 
@@ -210,6 +219,29 @@ def test_one_engine_many_loops(make_engine: MakeEngine) -> None:
     for one in threads:
         one.join()
     assert answers == {n: [f"echo {n}.{i}" for i in range(5)] for n in (1, 2)}
+
+
+class EndsWhileRead(Completion):
+    """Gets its last piece and its end right after a reader took the ones before."""
+
+    def take(self) -> list[str]:
+        pieces = super().take()
+        self.emit(" late")
+        self.finish(
+            Result("early late", [], None, "stop", Usage(1, 2, {}), timing=Timing())
+        )
+        return pieces
+
+
+def test_nothing_is_lost_when_the_end_comes_between_two_looks() -> None:
+    def fresh() -> Running:
+        completion: Any = EndsWhileRead()
+        completion.emit("early")
+        engine: Any = None
+        return Running(engine, completion, CallOptions(SamplingParams()))
+
+    assert list(fresh().pieces()) == ["early", " late"]
+    assert asyncio.run(_read_all(fresh())) == ["early", " late"]
 
 
 # --- batches ---
