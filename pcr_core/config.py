@@ -23,7 +23,9 @@ def parse_bytes(size: object) -> int:
         raise ValueError(f"expected bytes as an int or text like '2GiB', not {size!r}")
     if isinstance(size, int):
         if size < 0:
-            raise ValueError(f"a budget cannot be negative ({size}); use 0 to turn it off")
+            raise ValueError(
+                f"a budget cannot be negative ({size}); use 0 to turn it off"
+            )
         return size
     found = _SIZE.match(size)
     if found is None:

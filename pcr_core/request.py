@@ -30,7 +30,9 @@ def _as_tuple(value: object) -> object:
 StopStrings = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)
 ]
-StopTokens = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)]
+StopTokens = Annotated[
+    tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)
+]
 
 
 class SamplingParams(BaseModel):
@@ -214,7 +216,9 @@ class Completion:
         try:
             with self._changed:
                 if not self._changed.wait_for(lambda: self.done, timeout):
-                    raise TimeoutError(f"no result after {timeout} s; the request goes on")
+                    raise TimeoutError(
+                        f"no result after {timeout} s; the request goes on"
+                    )
         except KeyboardInterrupt:
             self.cancel()
             raise

@@ -109,19 +109,13 @@ class CacheStats:
         return self.hit_tokens / total if total else 0.0
 
     def __str__(self) -> str:
-        rows = self._rows()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return _as_text(self.rows())
 
     def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
-            f"<td>{html.escape(value)}</td></tr>"
-            for name, value in self._rows()
-        )
-        return f"<table>{cells}</table>"
+        return _as_html(self.rows())
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each line of the table."""
         trouble = {
             "write errors": self.write_errors,
             "read errors": self.read_errors,
@@ -158,3 +152,72 @@ def _level(chunks: int, used: int, budget: int) -> str:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """How an engine runs and what it has done. Immutable; any thread.
+
+    Attributes:
+        model, device, dtype: What runs where.
+        threads: torch's intra-op threads.
+        chunk_tokens: Tokens per chunk.
+        prefill_cuts: ``"shape-independent"`` (exact, one forward), ``"grid"`` (exact,
+            chunk-sized forwards) or ``"free"`` (not exact); the start-up probe and
+            the ``exact`` setting decide.
+        exact: Whether reuse is promised to change no bit of a result.
+        namespace: Short name of the KV namespace.
+        finished, cancelled, failed: Requests that ended so.
+        working_bytes: KV memory of running requests, beside the DRAM tier.
+        cache: Counters of the tiers.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    threads: int
+    chunk_tokens: int
+    prefill_cuts: str
+    exact: bool
+    namespace: str
+    finished: int
+    cancelled: int
+    failed: int
+    working_bytes: int
+    cache: CacheStats
+
+    def __str__(self) -> str:
+        return _as_text(self.rows())
+
+    def _repr_html_(self) -> str:
+        return _as_html(self.rows())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each line of the table."""
+        exact = "exact" if self.exact else "not exact"
+        return [
+            ("model", f"{self.model}, {self.dtype} on {self.device}"),
+            (
+                "prefill",
+                f"{exact} ({self.prefill_cuts}), chunks of {self.chunk_tokens}",
+            ),
+            (
+                "finished",
+                f"{self.finished} ({self.cancelled} cancelled, {self.failed} failed)",
+            ),
+            *self.cache.rows(),
+        ]
+
+
+def _as_text(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _as_html(rows: list[tuple[str, str]]) -> str:
+    cells = "".join(
+        f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
+        f"<td>{html.escape(value)}</td></tr>"
+        for name, value in rows
+    )
+    return f"<table>{cells}</table>"

@@ -15,7 +15,8 @@ mask function returns, so ours returns a ``LazyMask``, evaluated block by block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +24,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pcr_core.errors import UnsupportedModelError
+from pcr_core.index.chunk import LayerShape
 from pcr_core.model import _compat
 
-NAME = "pcr"
 KEY_BLOCK = 512
 """Keys per block of torch's CPU flash kernel (kvSplitSize in its source)."""
 
@@ -57,7 +58,9 @@ class LazyMask:
         self.causal = function is causal_mask_function
         self._blocks: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
-    def block(self, start: int, stop: int, keys: int, like: torch.Tensor) -> torch.Tensor:
+    def block(
+        self, start: int, stop: int, keys: int, like: torch.Tensor
+    ) -> torch.Tensor:
         """Additive mask ``[1, 1, stop - start, keys]`` of queries ``start..stop``.
 
         The same for every layer of a kind, so it is built once per forward.
@@ -68,7 +71,9 @@ class LazyMask:
             mask = self._blocks[name] = self._build(start, stop, keys, like)
         return mask
 
-    def _build(self, start: int, stop: int, keys: int, like: torch.Tensor) -> torch.Tensor:
+    def _build(
+        self, start: int, stop: int, keys: int, like: torch.Tensor
+    ) -> torch.Tensor:
         device = like.device
         zero = torch.zeros(1, dtype=torch.long, device=device)
         q = torch.arange(start, stop, device=device) + self.first
@@ -94,87 +99,169 @@ def lazy_mask(*_: Any, **arguments: Any) -> LazyMask:
     return LazyMask(arguments["mask_function"], first, count, arguments["kv_length"])
 
 
-def attention(
-    module: torch.nn.Module,
+class KvAttention:
+    """The attention function registered with transformers.
+
+    Args:
+        causal_tails: Query counts modulo ``KEY_BLOCK`` at which the causal kernel gives
+            the bits of the masked one (see ``causal_tails``).
+    """
+
+    def __init__(self, causal_tails: Collection[int]) -> None:
+        self._tails = sorted({0, *causal_tails}, reverse=True)
+
+    @property
+    def name(self) -> str:
+        """Its name in transformers' registry: equal behaviour, equal name."""
+        digest = hashlib.blake2b(repr(self._tails).encode(), digest_size=6)
+        return f"pcr-{digest.hexdigest()}"
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: LazyMask | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Grouped-head SDPA over whole key blocks.
+
+        Args:
+            module: The attention module, for error messages.
+            query: ``[1, heads, q, k_dim]``.
+            key: ``[1, kv_heads, capacity, k_dim]``; positions at or after the last
+                query may hold anything finite.
+            value: ``[1, kv_heads, capacity, v_dim]``.
+            attention_mask: From ``lazy_mask``.
+            dropout: Ignored: the engine never trains.
+            scaling: Softmax scale.
+            options: ``softcap``, ``s_aux`` and ``position_bias`` are refused.
+
+        Returns:
+            ``[1, q, heads, v_dim]`` and ``None`` (no attention weights).
+        """
+        for name in ("softcap", "s_aux", "position_bias"):
+            if options.get(name) is not None:
+                raise UnsupportedModelError(f"attention with {name} is not supported")
+        if attention_mask is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} runs without a causal mask; only decoder-only "
+                "models can reuse prefixes"
+            )
+        count, capacity = query.shape[2], key.shape[2]
+        pieces = []
+        for start, stop, keys, causal in self._blocks(attention_mask, count, capacity):
+            mask = None if causal else attention_mask.block(start, stop, keys, query)
+            part = query[:, :, start:stop]
+            k, v = key[:, :, :keys], value[:, :, :keys]
+            pieces.append(grouped_attention(part, k, v, mask, scaling))
+        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _blocks(
+        self, mask: LazyMask, count: int, capacity: int
+    ) -> Iterator[tuple[int, int, int, bool]]:
+        """Cut queries ``0..count`` into ``(start, stop, keys, causal kernel?)``.
+
+        Queries from position 0 under a plain causal mask go to the causal kernel, as
+        many as it gives the right bits for: it skips the upper triangle. The rest is
+        cut where a key block ends, so that no query sees a block more than it must.
+        """
+        start = 0
+        if mask.causal and mask.first == 0:
+            tail = count % KEY_BLOCK
+            start = count - tail + next(t for t in self._tails if t <= tail)
+            if start:
+                yield 0, start, start, True
+        while start < count:
+            keys = round_up(mask.first + start + 1, KEY_BLOCK)
+            stop = min(count, keys - mask.first)
+            yield start, stop, min(keys, capacity), False
+            start = stop
+
+
+def grouped_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: LazyMask | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Grouped-head SDPA over whole key blocks.
+    mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """SDPA without expanding KV heads; without a mask it is causal from position 0."""
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
-    Args:
-        module: The attention module (unused; part of transformers' interface).
-        query: ``[1, heads, q, k_dim]``.
-        key: ``[1, kv_heads, capacity, k_dim]``; positions at or after the last query
-            may hold anything finite.
-        value: ``[1, kv_heads, capacity, v_dim]``.
-        attention_mask: From ``lazy_mask``.
-        dropout: Ignored: the engine never trains.
-        scaling: Softmax scale.
-        options: ``softcap``, ``s_aux`` and ``position_bias`` are refused.
 
-    Returns:
-        ``[1, q, heads, v_dim]`` and ``None`` (no attention weights).
+_TAIL_STEP = 32
+_TAIL_TRIALS = 3
+
+
+def causal_tails(
+    heads: int, shapes: Sequence[LayerShape], dtype: torch.dtype
+) -> tuple[int, ...]:
+    """Tail lengths at which the causal kernel agrees with the masked one (CPU).
+
+    The kernel shortens its last key block to the last query, and some lengths make the
+    matrix product in it round differently. Multiples of 32 are compared, in the first
+    and in a later key block, for every distinct head shape. Odd multiples of 16 are
+    left out untested: with AMX they differ in a few outputs of a million, too rarely
+    in bf16 to be sure of catching it.
     """
-    for name in ("softcap", "s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise UnsupportedModelError(f"attention with {name} is not supported yet")
-    if attention_mask is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} runs without a causal mask; only decoder-only "
-            "models can reuse prefixes"
-        )
-    grouped = query.shape[1] != key.shape[1]
-    pieces = []
-    for start, stop, keys, causal in _blocks(attention_mask, query.shape[2], key.shape[2]):
-        mask = None if causal else attention_mask.block(start, stop, keys, query)
-        pieces.append(
-            scaled_dot_product_attention(
-                query[:, :, start:stop],
-                key[:, :, :keys],
-                value[:, :, :keys],
-                attn_mask=mask,
-                is_causal=causal,
-                scale=scaling,
-                enable_gqa=grouped,
-            )
-        )
-    out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-    return out.transpose(1, 2).contiguous(), None
+    agreed = set(range(_TAIL_STEP, KEY_BLOCK, _TAIL_STEP))
+    for shape in set(shapes):
+        for trial in range(_TAIL_TRIALS):
+            agreed = _agreeing_tails(heads, shape, dtype, agreed, trial)
+    return tuple(sorted(agreed))
 
 
-def _blocks(
-    mask: LazyMask, count: int, capacity: int
-) -> Iterator[tuple[int, int, int, bool]]:
-    """Cut queries ``0..count`` into ``(start, stop, keys, causal kernel?)``.
+def _agreeing_tails(
+    heads: int,
+    shape: LayerShape,
+    dtype: torch.dtype,
+    tails: Collection[int],
+    trial: int,
+) -> set[int]:
+    from transformers.masking_utils import causal_mask_function
 
-    Whole key blocks from position 0 under a plain causal mask go to the causal kernel
-    in one call: it skips the upper triangle and gives the same bits there (measured:
-    it does so for query counts that are multiples of the key block, not for others).
-    The rest is cut where a key block ends, so that no query sees a block more than
-    it has to.
-    """
-    start = 0
-    if mask.causal and mask.first == 0 and count >= KEY_BLOCK:
-        start = count // KEY_BLOCK * KEY_BLOCK
-        yield 0, start, start, True
-    while start < count:
-        keys = round_up(mask.first + start + 1, KEY_BLOCK)
-        stop = min(count, keys - mask.first)
-        yield start, stop, min(keys, capacity), False
-        start = stop
+    noise = torch.Generator().manual_seed(trial)
+    length = 2 * KEY_BLOCK
+
+    def random(count: int, dim: int) -> torch.Tensor:
+        return torch.randn(1, count, length, dim, generator=noise).to(dtype)
+
+    q = random(heads, shape.k_dim)
+    k, v = random(shape.kv_heads, shape.k_dim), random(shape.kv_heads, shape.v_dim)
+    mask = LazyMask(causal_mask_function, 0, length, length)
+    expected = []
+    for start, stop in ((0, KEY_BLOCK), (KEY_BLOCK, length)):
+        block = mask.block(start, stop, stop, q)
+        part = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
+        expected.append(grouped_attention(*part, block, None))
+    whole = torch.cat(expected, dim=2)
+
+    def agrees(n: int) -> bool:
+        part = q[:, :, :n], k[:, :, :n], v[:, :, :n]
+        return torch.equal(grouped_attention(*part, None, None), whole[:, :, :n])
+
+    return {tail for tail in tails if agrees(tail) and agrees(KEY_BLOCK + tail)}
 
 
 @contextmanager
-def attention_installed(model: Any) -> Iterator[None]:
+def attention_installed(model: Any, attention: KvAttention) -> Iterator[None]:
     """Let ``model`` run with this attention; put back its own afterwards."""
-    _compat.register_attention(NAME, attention, lazy_mask)
+    _compat.register_attention(attention.name, attention, lazy_mask)
     before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(attention.name)
     try:
         yield
     finally:

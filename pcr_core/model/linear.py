@@ -10,10 +10,10 @@ Structure, names and model code stay as they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,11 +21,12 @@ from torch.nn import functional
 
 from pcr_core.model.row_tiles import SIZES, RowTiles, best_class
 
-Kernel = Callable[[torch.Tensor], torch.Tensor]
-"""``[rows, in_features]`` -> ``[rows, out_features]``."""
-
 _PACK_ROWS = 64  # oneDNN's hint when it chooses the packed layout
 _PROBE_FLOPS = 4e10  # bounds the probe of one very large layer to a second or so
+_TIMED_LAYERS = 6
+_ROUNDS = 4
+_CALL_SECONDS = 10e-6  # what one more call costs in Python
+_PACK_MARGIN = 0.95  # packing must win by this much to be worth touching the weights
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,56 @@ class LayerPlan:
     tiles: RowTiles
 
 
+class Kernel(Protocol):
+    """``[rows, in_features]`` -> ``[rows, out_features]``, by one fixed code path."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """The product, in new memory."""
+        ...
+
+    def into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """The product, written to ``out``; the same bits."""
+        ...
+
+
+class PlainKernel:
+    """torch's own matrix product."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight.t()
+        self._bias = bias
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty(rows.shape[0], self._weight.shape[1])
+        self.into(rows, out)
+        return out
+
+    def into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        if self._bias is None:
+            torch.mm(rows, self._weight, out=out)
+        else:
+            torch.addmm(self._bias, rows, self._weight, out=out)
+
+
+class PackedKernel:
+    """oneDNN's, on weights packed once instead of at every call."""
+
+    def __init__(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._packed = packed
+        self._bias = bias
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        op = torch.ops.mkldnn._linear_pointwise
+        out: torch.Tensor = op(rows, self._packed, self._bias, "none", [], "")
+        return out
+
+    def into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(self(rows))
+
+
 def _pack(weight: torch.Tensor) -> torch.Tensor:
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
     return packed
-
-
-def _packed_kernel(packed: torch.Tensor, bias: torch.Tensor | None) -> Kernel:
-    op = torch.ops.mkldnn._linear_pointwise
-    return lambda rows: op(rows, packed, bias, "none", [], "")
-
-
-def _plain_kernel(weight: torch.Tensor, bias: torch.Tensor | None) -> Kernel:
-    return lambda rows: functional.linear(rows, weight, bias)
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -59,70 +98,95 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype is torch.float32
 
 
-def in_tiles(rows: torch.Tensor, kernel: Kernel, tiles: RowTiles) -> torch.Tensor:
+def in_tiles(
+    rows: torch.Tensor, kernel: Kernel, tiles: RowTiles, out_features: int
+) -> torch.Tensor:
     """Apply ``kernel`` to ``[rows, in_features]`` in tiles of one class."""
     count = rows.shape[0]
     plan = tiles.plan(count)
-    padding = sum(plan) - count
-    if padding:
-        rows = functional.pad(rows, (0, 0, 0, padding))
     if len(plan) == 1:
-        return kernel(rows)[:count]
-    return torch.cat([kernel(part) for part in rows.split(plan)])[:count]
+        return kernel(_padded(rows, plan[0]))[:count]
+    out = rows.new_empty(sum(plan), out_features)
+    at = 0
+    for size in plan:
+        part = _padded(rows[at : at + size], size)
+        kernel.into(part, out[at : at + size])
+        at += size
+    return out[:count]
 
 
-def measure(weight: torch.Tensor, bias: torch.Tensor | None) -> LayerPlan:
-    """Find the kernel and the tiles for layers shaped like this one.
+def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
+    missing = size - rows.shape[0]
+    return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def measure(layers: Sequence[nn.Linear]) -> LayerPlan:
+    """Find the kernel and the tiles for layers of one shape.
 
     Compares all candidate tile sizes bit for bit on 1024 rows of noise (fewer for a
-    layer so large that this would take seconds), and times them.
+    layer so large that this would take seconds), and times them on several layers in
+    turn, so that weights come from memory as they do in a forward.
     """
-    kernels: dict[bool, Kernel] = {False: _plain_kernel(weight, bias)}
-    if can_pack(weight.dtype):
-        kernels[True] = _packed_kernel(_pack(weight), bias)
-    affordable = _PROBE_FLOPS / (2 * weight.numel() * len(SIZES) * len(kernels))
+    weights = [layer.weight.detach() for layer in layers[:_TIMED_LAYERS]]
+    bias = None if layers[0].bias is None else layers[0].bias.detach()
+    affordable = _PROBE_FLOPS / (4 * weights[0].numel() * len(SIZES))
     most = max((size for size in SIZES if size <= affordable), default=SIZES[2])
     noise = torch.Generator().manual_seed(0)
-    rows = torch.randn(most, weight.shape[1], generator=noise).to(weight.dtype)
-    groups: list[tuple[bool, dict[int, float]]] = []
-    for packed, kernel in kernels.items():
-        groups += [(packed, group) for group in _classes(kernel, rows)]
-    tiles = best_class([group for _, group in groups])
-    packed = next(packed for packed, group in groups if group is tiles.costs)
-    return LayerPlan(packed, tiles)
+    rows = torch.randn(most, weights[0].shape[1], generator=noise).to(weights[0].dtype)
+    plain = best_class(_classes([PlainKernel(w, bias) for w in weights], rows))
+    if not can_pack(weights[0].dtype):
+        return LayerPlan(False, plain)
+    packed = best_class(_classes([PackedKernel(_pack(w), bias) for w in weights], rows))
+    dearer = {size: cost / _PACK_MARGIN for size, cost in packed.costs.items()}
+    if best_class([plain.costs, dearer]).costs is plain.costs:
+        return LayerPlan(False, plain)
+    return LayerPlan(True, packed)
 
 
-def _classes(kernel: Kernel, rows: torch.Tensor) -> list[dict[int, float]]:
-    """Group tile sizes whose results agree on every row."""
+def _classes(kernels: Sequence[Kernel], rows: torch.Tensor) -> list[dict[int, float]]:
+    """Group tile sizes whose results agree on every row; sizes -> seconds."""
+    sizes = [size for size in SIZES if size <= rows.shape[0]]
+    seconds = _seconds(kernels, rows, sizes)
     found: list[tuple[torch.Tensor, dict[int, float]]] = []
-    for size in (size for size in SIZES if size <= rows.shape[0]):
-        parts = rows.split(size)
-        result = torch.cat([kernel(part) for part in parts])
-        seconds = _seconds(kernel, parts[0])
+    for size in sizes:
+        result = torch.cat([kernels[0](part) for part in rows.split(size)])
         for seen, group in found:
             if torch.equal(seen, result):
-                group[size] = seconds
+                group[size] = seconds[size]
                 break
         else:
-            found.append((result, {size: seconds}))
+            found.append((result, {size: seconds[size]}))
     return [group for _, group in found]
 
 
-def _seconds(kernel: Kernel, rows: torch.Tensor) -> float:
-    """Best of a few calls: interference only ever adds time."""
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        kernel(rows)
-        best = min(best, time.perf_counter() - start)
-    return best
+def _seconds(
+    kernels: Sequence[Kernel], rows: torch.Tensor, sizes: Sequence[int]
+) -> dict[int, float]:
+    """Time per call by tile size: the best of a few rounds, as interference only adds.
+
+    The sizes take turns within a round, so that a slow moment hits all of them.
+    """
+    best = dict.fromkeys(sizes, float("inf"))
+    out = kernels[0](rows)
+    for _ in range(_ROUNDS):
+        for size in sizes:
+            start = time.perf_counter()
+            for kernel in kernels:
+                kernel.into(rows[:size], out[:size])
+            elapsed = (time.perf_counter() - start) / len(kernels)
+            best[size] = min(best[size], elapsed)
+    return {size: seconds + _CALL_SECONDS for size, seconds in best.items()}
 
 
 def _layers(model: Any) -> Iterator[nn.Linear]:
     """The linear layers that run on many rows: all but the output head."""
     head = model.get_output_embeddings()
-    shared = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in
-              m.parameters()}
+    shared = {
+        id(p)
+        for m in model.modules()
+        if isinstance(m, nn.Embedding)
+        for p in m.parameters()
+    }
     for module in model.modules():
         if type(module) is not nn.Linear or module is head:
             continue
@@ -141,42 +205,41 @@ class _Installed:
         if plan.packed:
             packed = _pack(layer.weight.detach())
             layer._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
-            self._kernel = _packed_kernel(packed, bias)
+            self._kernel: Kernel = PackedKernel(packed, bias)
         else:
-            self._kernel = _plain_kernel(layer.weight.detach(), bias)
+            self._kernel = PlainKernel(layer.weight.detach(), bias)
         layer.forward = self.forward  # type: ignore[method-assign]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` -> ``[..., out_features]``."""
         rows = x.reshape(-1, self._layer.in_features)
         # One row is decode: always the same shape, so it needs no tile.
-        out = (
-            self._kernel(rows)
-            if rows.shape[0] == 1
-            else in_tiles(rows, self._kernel, self._tiles)
-        )
-        return out.view(*x.shape[:-1], self._layer.out_features)
+        width = self._layer.out_features
+        if rows.shape[0] == 1:
+            out = self._kernel(rows)
+        else:
+            out = in_tiles(rows, self._kernel, self._tiles, width)
+        return out.view(*x.shape[:-1], width)
 
     def remove(self) -> None:
         """Put back the layer's own forward and its weight, bit for bit."""
         del self._layer.forward
         if self._packed:
             weight = self._layer.weight.to_dense()
-            self._layer._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+            self._layer._parameters["weight"] = nn.Parameter(
+                weight, requires_grad=False
+            )
 
 
 Shape = tuple[int, int, bool]
 
 
 def plan_layers(model: Any) -> Mapping[Shape, LayerPlan]:
-    """Measure one layer of every shape. Takes about 0.1 s for a 135M model."""
-    plans: dict[Shape, LayerPlan] = {}
+    """Measure the layers of every shape. Takes about a second for a 135M model."""
+    groups: dict[Shape, list[nn.Linear]] = {}
     for layer in _layers(model):
-        shape = _shape(layer)
-        if shape not in plans:
-            bias = None if layer.bias is None else layer.bias.detach()
-            plans[shape] = measure(layer.weight.detach(), bias)
-    return plans
+        groups.setdefault(_shape(layer), []).append(layer)
+    return {shape: measure(layers) for shape, layers in groups.items()}
 
 
 def _shape(layer: nn.Linear) -> Shape:

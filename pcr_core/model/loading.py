@@ -108,7 +108,10 @@ def _locate(config: EngineConfig) -> tuple[str, dict[str, Any]]:
             raise ConfigError(f"model: there is no file {path}")
         from transformers import GgufConfig
 
-        options = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+        options = {
+            "gguf_file": path.name,
+            "quantization_config": GgufConfig(dequantize=True),
+        }
         return str(path.parent), options
     looks_local = config.model.startswith((".", "/", "~"))
     if looks_local and not path.is_dir():
@@ -124,7 +127,9 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("device: torch sees no CUDA device; use device='cpu' or 'auto'")
+        raise ConfigError(
+            "device: torch sees no CUDA device; use device='cpu' or 'auto'"
+        )
     return torch.device(name)
 
 
@@ -147,7 +152,9 @@ def _refuse_recurrent(model: Any) -> None:
             "in decoder-only models"
         )
     kinds = getattr(config, "layer_types", None) or ()
-    others = [f"{i} ({kind})" for i, kind in enumerate(kinds) if kind not in _TOKEN_LAYERS]
+    others = [
+        f"{i} ({kind})" for i, kind in enumerate(kinds) if kind not in _TOKEN_LAYERS
+    ]
     if others:
         raise UnsupportedModelError(
             f"layers {', '.join(others)} of {type(model).__name__} keep recurrent or "
@@ -167,8 +174,13 @@ def probe_shapes(model: Any) -> tuple[LayerShape, ...]:
     from pcr_core.model import _compat
 
     cache = DynamicCache()
-    ids = torch.zeros(1, 4, dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    arguments: dict[str, Any] = {_compat.cache_argument(model): cache, "use_cache": True}
+    ids = torch.zeros(
+        1, 4, dtype=torch.long, device=model.get_input_embeddings().weight.device
+    )
+    arguments: dict[str, Any] = {
+        _compat.cache_argument(model): cache,
+        "use_cache": True,
+    }
     try:
         with torch.inference_mode():
             model(input_ids=ids, **arguments)
@@ -198,7 +210,11 @@ def context_window(config: Any, tokenizer: Any) -> int:
     """Longest sequence the model takes, in tokens."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
+    kinds = (
+        [rope]
+        if "rope_type" in rope
+        else [r for r in rope.values() if isinstance(r, dict)]
+    )
     if any(kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE for kind in kinds):
         original = [kind.get("original_max_position_embeddings") for kind in kinds]
         original.append(getattr(text, "original_max_position_embeddings", None))

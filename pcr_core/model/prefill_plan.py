@@ -10,6 +10,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 
+ROW_UNIT = 16
+"""Forwards start, and rows are padded, at multiples of this."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cuts:
     """Where a prefill may be cut without changing a bit.
@@ -20,17 +24,19 @@ class Cuts:
         pad: Row counts are padded to a multiple of this.
         step: Longest forward in tokens, ``None`` for no limit. On the grid it is the
             chunk, cold and warm alike, which makes both the same forwards.
+        exact: Whether reuse is promised to change no bit.
     """
 
     name: str
     align: int
     pad: int
     step: int | None
+    exact: bool = True
 
 
 def shape_independent() -> Cuts:
-    """Exact where kernels are: any cut at a multiple of 16 tokens."""
-    return Cuts("shape-independent", align=16, pad=16, step=None)
+    """Exact where kernels are: any cut at a multiple of ``ROW_UNIT`` tokens."""
+    return Cuts("shape-independent", align=ROW_UNIT, pad=ROW_UNIT, step=None)
 
 
 def grid(chunk_tokens: int) -> Cuts:
@@ -40,7 +46,7 @@ def grid(chunk_tokens: int) -> Cuts:
 
 def free() -> Cuts:
     """Not exact: cut anywhere, pad nothing."""
-    return Cuts("free", align=1, pad=1, step=None)
+    return Cuts("free", align=1, pad=1, step=None, exact=False)
 
 
 @dataclass(frozen=True, slots=True)

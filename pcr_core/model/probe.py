@@ -30,9 +30,10 @@ from pcr_core.model.runner import ChunkIO, Row, Runner
 
 _log = logging.getLogger("pcr_core.model")
 _IDENTITY_TOKENS = 48
-# Crosses a key block; cuts of one row tile, of odd multiples of it, and past the block.
-_EXACT_TOKENS = KEY_BLOCK + 80
-_EXACT_CUTS = (16, 272, KEY_BLOCK + 16)
+# One forward across a key block, against cuts at one row tile, at odd multiples of it,
+# and past the block.
+_EXACT_TOKENS = KEY_BLOCK + 288
+_EXACT_CUTS = (16, 272, KEY_BLOCK + 16, KEY_BLOCK + 96)
 
 
 def _probe_tokens(loaded: LoadedModel, count: int) -> list[int]:
@@ -88,10 +89,12 @@ class Verdict:
 
     Attributes:
         layers: How to run linear layers of each shape; empty off CPU.
+        causal_tails: Where the causal attention kernel may be used; see ``attention``.
         shape_independent: Whether prefills may be cut anywhere without a trace.
     """
 
     layers: Mapping[Shape, LayerPlan]
+    causal_tails: tuple[int, ...]
     shape_independent: bool
 
 
@@ -110,7 +113,9 @@ def verdict_path(cache_dir: Path, loaded: LoadedModel, fields: Any) -> Path:
         and [bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())],
         torch.get_num_threads(),
         str(loaded.device),
-        torch.cuda.get_device_name(loaded.device) if loaded.device.type == "cuda" else "",
+        torch.cuda.get_device_name(loaded.device)
+        if loaded.device.type == "cuda"
+        else "",
         fields,
     )
     name = hashlib.blake2b(repr(machine).encode(), digest_size=16).hexdigest()
@@ -127,7 +132,8 @@ def read_verdict(path: Path) -> Verdict | None:
             )
             for item in found["layers"]
         }
-        return Verdict(layers, bool(found["shape_independent"]))
+        tails = tuple(int(tail) for tail in found["causal_tails"])
+        return Verdict(layers, tails, bool(found["shape_independent"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -148,7 +154,13 @@ def keep_verdict(path: Path, verdict: Verdict) -> Verdict:
         }
         for shape, plan in verdict.layers.items()
     ]
-    text = json.dumps({"layers": layers, "shape_independent": verdict.shape_independent})
+    text = json.dumps(
+        {
+            "layers": layers,
+            "causal_tails": verdict.causal_tails,
+            "shape_independent": verdict.shape_independent,
+        }
+    )
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,9 +168,12 @@ def keep_verdict(path: Path, verdict: Verdict) -> Verdict:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            return read_verdict(path) or verdict
+            first = read_verdict(path)
+            if first is not None:
+                return first
+            os.replace(temporary, path)  # what is there is damaged
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         _log.warning("the start-up probe cannot be remembered in %s: %s", path, error)
     return verdict

@@ -138,7 +138,9 @@ def render_chat(
             reason = reason or error
         else:
             return text
-    raise RequestError(f"the chat template refuses these messages: {reason}") from reason
+    raise RequestError(
+        f"the chat template refuses these messages: {reason}"
+    ) from reason
 
 
 def fold_system(messages: Sequence[Message]) -> list[dict[str, Any]]:

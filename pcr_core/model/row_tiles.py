@@ -75,5 +75,6 @@ def best_class(groups: Sequence[Mapping[int, float]]) -> RowTiles:
     many = min(tiles.seconds(_MANY) for tiles in classes)
     few = min(tiles.seconds(_FEW) for tiles in classes)
     return min(
-        classes, key=lambda tiles: tiles.seconds(_MANY) / many + tiles.seconds(_FEW) / few
+        classes,
+        key=lambda tiles: tiles.seconds(_MANY) / many + tiles.seconds(_FEW) / few,
     )

@@ -22,7 +22,7 @@ from pcr_core.model.layerwise_cache import (
     at_positions,
 )
 from pcr_core.model.loading import LoadedModel
-from pcr_core.model.prefill_plan import Cuts, Segment, plan_prefill
+from pcr_core.model.prefill_plan import Cuts, Segment, plan_prefill, usable_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,28 @@ class ChunkIO:
     sinks: Mapping[int, ChunkTensors]
     filled: Callable[[int], None]
     between: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What a prefill gave.
+
+    Attributes:
+        logits: Of the last token, ``[1, vocabulary]``.
+        computed: Token ranges that went through the model.
+        chunk_tokens: Tokens per chunk.
+    """
+
+    logits: torch.Tensor
+    computed: tuple[tuple[int, int], ...]
+    chunk_tokens: int
+
+    def reused(self, index: int) -> int:
+        """Tokens of chunk ``index`` that did not go through the model."""
+        start = index * self.chunk_tokens
+        stop = start + self.chunk_tokens
+        again = sum(max(0, min(b, stop) - max(a, start)) for a, b in self.computed)
+        return self.chunk_tokens - again
 
 
 class Row:
@@ -71,6 +93,10 @@ class Runner:
         """Working KV memory, in bytes."""
         return self._buffer.nbytes
 
+    def usable_chunks(self, tokens: int) -> int:
+        """How many leading chunks of a prompt of ``tokens`` tokens may be read."""
+        return usable_chunks(tokens, self._chunk_tokens, self.cuts)
+
     def open_row(self, tokens: int) -> Row:
         """A row with room for ``tokens`` tokens (padding is added here)."""
         self._buffer.reserve(round_up(tokens, max(self.cuts.pad, KEY_BLOCK)))
@@ -81,19 +107,19 @@ class Runner:
         used = min(round_up(row.length + 1, KEY_BLOCK), self._buffer.capacity)
         self._buffer.clear(used)
 
-    def prefill(self, row: Row, tokens: Sequence[int], io: ChunkIO) -> torch.Tensor:
-        """KV for all ``tokens``; returns the last one's logits ``[1, vocabulary]``.
+    def prefill(self, row: Row, tokens: Sequence[int], io: ChunkIO) -> Prefilled:
+        """KV for all ``tokens`` and the logits of the last.
 
         Raises:
             ModelError: If the forward pass fails.
         """
         segments = plan_prefill(len(tokens), self._chunk_tokens, io.sources, self.cuts)
-        logits = None
+        logits = torch.empty(0)
         for segment in segments:
             io.between()
             logits = self._run_segment(row, tokens, segment, io)
-        assert logits is not None
-        return logits
+        computed = tuple((segment.start, segment.stop) for segment in segments)
+        return Prefilled(logits, computed, self._chunk_tokens)
 
     def decode(self, row: Row, token: int) -> torch.Tensor:
         """Append one token; returns its logits ``[1, vocabulary]``."""

@@ -99,6 +99,10 @@ class Lease:
             raise KeyError(f"chunk {index} has no sink in this lease")
         self.done.add(index)
 
+    def discard(self) -> None:
+        """Forget what was filled: the bytes turned out to be worthless."""
+        self.done.clear()
+
     def add_source(self, index: int, slot: Slot, tier: str) -> None:
         """Lend a complete chunk (tier manager only)."""
         self._sources[index] = slot

@@ -1,0 +1,446 @@
+"""The engine: text or tokens in, ``Completion`` out. Owns every thread and lifetime.
+
+One thread, ``pcr-engine``, owns the model and all cache state, so nothing there needs a
+lock. Other threads reach it only through ``_Door``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any, TypeVar, overload
+
+import torch
+from tqdm.auto import tqdm
+
+from pcr_core.config import EngineConfig
+from pcr_core.errors import (
+    ConfigError,
+    EngineClosedError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+)
+from pcr_core.index.chunk import ChunkLayout, chunk_keys
+from pcr_core.loop import EngineLoop
+from pcr_core.model.loading import load
+from pcr_core.model.prompt import encode_prompt
+from pcr_core.model.sampling import end_token_ids
+from pcr_core.model.setup import model_prepared
+from pcr_core.request import Completion, Prompt, Request, Result, SamplingParams
+from pcr_core.stats import EngineStats
+from pcr_core.tiers import CheckReport, TierManager
+
+T = TypeVar("T")
+Call = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class _Door:
+    """The one way in for foreign threads: requests, and calls to run on the engine thread.
+
+    A condition rather than a queue, so that closing and refusing are decided under the
+    same lock as putting: nothing can slip in behind a closed door and wait forever.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._changed = threading.Condition()
+        self._requests: list[Request] = []
+        self._calls: list[Call] = []
+        self._waiting = 0
+        self._closed: BaseException | None = None
+
+    def put(self, request: Request) -> None:
+        with self._changed:
+            self._refuse_if_closed()
+            if self._waiting >= self._capacity:
+                raise QueueFullError(
+                    f"{self._waiting} requests are waiting already (max_queue="
+                    f"{self._capacity}); try again after some have finished"
+                )
+            self._waiting += 1
+            self._requests.append(request)
+            self._changed.notify()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._changed:
+            self._refuse_if_closed()
+            self._calls.append((function, future))
+            self._changed.notify()
+        return future
+
+    def take(self, *, block: bool) -> tuple[list[Request], list[Call], bool]:
+        """Everything that came in, and whether the door has been closed."""
+        with self._changed:
+            if block:
+                self._changed.wait_for(
+                    lambda: self._requests or self._calls or self._closed
+                )
+            requests, self._requests = self._requests, []
+            calls, self._calls = self._calls, []
+            return requests, calls, self._closed is not None
+
+    def started(self) -> None:
+        """One request has left the queue."""
+        with self._changed:
+            self._waiting -= 1
+
+    def close(self, reason: BaseException) -> None:
+        with self._changed:
+            self._closed = self._closed or reason
+            self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed is not None
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed is not None:
+            raise EngineClosedError(str(self._closed)) from self._closed
+
+
+class Engine:
+    """A local Hugging Face model whose prompt prefixes are cached in DRAM and on SSD.
+
+    All methods may be called from any thread. Use it as a context manager, or call
+    ``close()``; an engine that is still open when the interpreter exits is closed then.
+
+    While an engine is open its model runs with the engine's attention function and,
+    on a CPU, with repacked linear weights; closing puts everything back.
+
+    Args:
+        config: Settings; defaults to ``EngineConfig()``.
+        model: A loaded transformers causal language model, instead of ``config.model``.
+        tokenizer: Its tokenizer; required with ``model``.
+
+    Raises:
+        ConfigError: For a setting that cannot work here.
+        ModelError: If the model cannot be loaded or used.
+        StoreError: If the cache folder is of another format version.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        model: Any = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self._config = config or EngineConfig()
+        self._pid = os.getpid()
+        self._encode_lock = threading.Lock()
+        self._close_lock = threading.Lock()
+        self._door = _Door(self._config.max_queue)
+        self._lifetimes = ExitStack()
+        if self._config.threads is not None:
+            torch.set_num_threads(self._config.threads)
+        with self._lifetimes as building:
+            self._build(building, model, tokenizer)
+            self._lifetimes = building.pop_all()
+        self._thread = threading.Thread(
+            target=_run, args=(self._door, self._loop), name="pcr-engine", daemon=True
+        )
+        self._thread.start()
+        self._at_exit = _close_at_exit(self)
+
+    def _build(self, building: ExitStack, model: Any, tokenizer: Any) -> None:
+        config = self._config
+        self._loaded = load(config, model, tokenizer)
+        self._runner, self._namespace = building.enter_context(
+            model_prepared(self._loaded, config)
+        )
+        layout = ChunkLayout(
+            self._loaded.shapes,
+            config.chunk_tokens,
+            self._loaded.safetensors_dtype,
+            self._loaded.dtype.itemsize,
+        )
+        tiers = TierManager.open(
+            layout,
+            self._namespace,
+            dram_bytes=config.dram_bytes,
+            cache_dir=config.cache_path / "kv",
+            ssd_bytes=config.ssd_bytes,
+            pin_memory=self._loaded.device.type == "cuda",
+        )
+        building.callback(tiers.close)
+        ends = end_token_ids(self._loaded.model, self._loaded.tokenizer)
+        self._loop = EngineLoop(self._runner, self._loaded.tokenizer, ends, tiers)
+
+    # --- requests ---
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Completion:
+        """Enqueue a request and return at once.
+
+        Args:
+            prompt: Text, token ids, or chat messages (see ``encode``).
+            params: How to sample; defaults to greedy, 256 tokens.
+            tools: Tool schemas for the chat template.
+
+        Raises:
+            RequestError: If the prompt is empty or of a wrong type.
+            PromptTooLongError: Before any compute.
+            QueueFullError: If ``max_queue`` requests are waiting.
+            EngineClosedError: If the engine is closed, or after ``fork``.
+        """
+        self._check_process()
+        if params is not None and not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"params must be SamplingParams, not {type(params).__name__}; write "
+                "SamplingParams(max_tokens=32)"
+            )
+        tokens = self.encode(prompt, tools=tools)
+        window = self.context_window
+        if len(tokens) >= window:
+            raise PromptTooLongError(len(tokens), window)
+        params = params or SamplingParams()
+        room = window - len(tokens)
+        if params.max_tokens > room:
+            params = params.model_copy(update={"max_tokens": room})
+        keys = chunk_keys(self._namespace, tokens, self._config.chunk_tokens)
+        request = Request(tokens, keys, params)
+        self._door.put(request)
+        return request.completion
+
+    @overload
+    def generate(self, prompt: str, params: SamplingParams | None = None) -> Result: ...
+
+    @overload
+    def generate(
+        self, prompt: Sequence[Any], params: SamplingParams | None = None
+    ) -> Any: ...
+
+    def generate(self, prompt: Any, params: SamplingParams | None = None) -> Any:
+        """Run one prompt, or a list of prompts, and wait.
+
+        A list of integers or of messages is one prompt; a list of strings, or of
+        lists, is several, and gives a list of results in the same order.
+
+        Raises:
+            PcrError: Whatever the first failing request raised; the others are
+                cancelled.
+        """
+        if not _is_batch(prompt):
+            return self.submit(prompt, params).result()
+        completions: list[Completion] = []
+        try:
+            completions += (self.submit(one, params) for one in prompt)
+            return [completion.result() for completion in completions]
+        except BaseException:
+            for completion in completions:
+                completion.cancel()
+            raise
+
+    def warm(self, prompts: Iterable[Prompt]) -> None:
+        """Prefill and store prompts, so that the first real request hits already.
+
+        Shows a progress bar. Returns when the chunks are durable.
+        """
+        once = SamplingParams(max_tokens=1)
+        for prompt in tqdm(list(prompts), desc="warming the cache", unit="prompt"):
+            self.submit(prompt, once).result()
+        self.flush()
+
+    def encode(
+        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a prompt, with exactly one BOS where the model uses one.
+
+        Text is tokenised with the tokenizer's special tokens; token ids are checked
+        and returned; messages go through the chat template with a generation prompt.
+
+        Raises:
+            RequestError: If it is empty, of a wrong type, or refused by the template.
+        """
+        with self._encode_lock:  # fast tokenizers forbid concurrent use
+            return encode_prompt(self._loaded.tokenizer, prompt, tools)
+
+    # --- the cache ---
+
+    def stats(self) -> EngineStats:
+        """Counters and how the engine runs. Waits for the current step to end."""
+        return self._on_engine_thread(self._collect)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until every chunk computed so far is on SSD, or was dropped.
+
+        Returns:
+            False if ``timeout`` seconds passed first.
+        """
+        return self._on_engine_thread(lambda: self._loop.tiers.flush(timeout))
+
+    def check(self, *, fix: bool = False) -> CheckReport:
+        """Audit memory, index and files. Reads the whole cache folder.
+
+        Args:
+            fix: Also remove what is damaged or stray.
+
+        Raises:
+            StoreError: If the audit could not finish.
+        """
+        return self._on_engine_thread(lambda: self._loop.tiers.check(fix=fix))
+
+    # --- what it is ---
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings it was built from."""
+        return self._config
+
+    @property
+    def model(self) -> Any:
+        """The transformers model. Leave it alone while requests run."""
+        return self._loaded.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer."""
+        return self._loaded.tokenizer
+
+    @property
+    def model_name(self) -> str:
+        """Short name of the model."""
+        return self._loaded.name
+
+    @property
+    def context_window(self) -> int:
+        """Longest sequence, prompt and output together, in tokens."""
+        return self._loaded.context_window
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages are rendered by the tokenizer's own template."""
+        return bool(self._loaded.tokenizer.chat_template)
+
+    @property
+    def supports_tools(self) -> bool:
+        """Whether the chat template renders tool schemas."""
+        return "tools" in str(self._loaded.tokenizer.chat_template or "")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or its thread died."""
+        return self._door.closed
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Fail what is waiting, finish pending writes (10 s at most), free everything.
+
+        Closing twice is harmless. In a forked child it does nothing.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._close_lock:
+            self._door.close(EngineClosedError("the engine is closed; build a new one"))
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+            self._lifetimes.close()
+        atexit.unregister(self._at_exit)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- inside ---
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                "this engine was created before fork() and its threads are not in this "
+                "process; build an engine in the child"
+            )
+
+    def _on_engine_thread(self, function: Callable[[], T]) -> T:
+        self._check_process()
+        return self._door.call(function).result()
+
+    def _collect(self) -> EngineStats:
+        loop, loaded = self._loop, self._loaded
+        return EngineStats(
+            model=loaded.name,
+            device=str(loaded.device),
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            threads=torch.get_num_threads(),
+            chunk_tokens=self._config.chunk_tokens,
+            prefill_cuts=self._runner.cuts.name,
+            exact=self._runner.cuts.exact,
+            namespace=self._namespace.name,
+            finished=loop.finished,
+            cancelled=loop.cancelled,
+            failed=loop.failed,
+            working_bytes=self._runner.buffer_bytes,
+            cache=loop.tiers.snapshot(),
+        )
+
+
+def _is_batch(prompt: Any) -> bool:
+    """Whether this is several prompts: a list whose items are no ids and no messages."""
+    if isinstance(prompt, (str, bytes, Mapping)) or not isinstance(prompt, Sequence):
+        return False
+    return bool(prompt) and not any(
+        isinstance(part, Mapping) or hasattr(part, "__index__") for part in prompt
+    )
+
+
+def _run(door: _Door, loop: EngineLoop) -> None:
+    """Body of the engine thread. However it ends, nobody is left waiting."""
+    reason: BaseException = EngineClosedError("the engine was closed")
+    try:
+        while True:
+            requests, calls, closed = door.take(block=not loop.busy)
+            for request in requests:
+                loop.add(request)
+            for function, future in calls:
+                _answer(function, future)
+            if closed:
+                break
+            if loop.step() is not None:
+                door.started()
+    except BaseException as error:
+        reason = EngineClosedError(
+            f"the engine thread died: {error!r}; build a new engine"
+        )
+        reason.__cause__ = error
+    finally:
+        door.close(reason)
+        requests, calls, _ = door.take(block=False)
+        for request in requests:
+            loop.add(request)
+        loop.abandon(reason)
+        for _, future in calls:
+            future.set_exception(reason)
+
+
+def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _close_at_exit(engine: Engine) -> Callable[[], None]:
+    """Close the engine at interpreter exit, without keeping it alive until then."""
+    reference = weakref.ref(engine)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    atexit.register(close)
+    return close

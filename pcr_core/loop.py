@@ -1,0 +1,138 @@
+"""What the engine thread does: one step at a time, one request at a time.
+
+``EngineLoop`` brings tiers and model together. It has no thread and no lock: whoever
+calls ``step`` is the engine thread, which lets tests drive it deterministically.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from pcr_core.errors import CancelledError, ModelError, PcrError
+from pcr_core.model.generation import Generation
+from pcr_core.model.runner import ChunkIO, Runner
+from pcr_core.request import Request
+from pcr_core.scheduler import Scheduler
+from pcr_core.tiers import Lease, TierManager
+
+_log = logging.getLogger("pcr_core.engine")
+
+
+class EngineLoop:
+    """Serves requests. Engine thread only.
+
+    Attributes:
+        tiers: The tier manager.
+        finished, cancelled, failed: Requests that ended so.
+    """
+
+    def __init__(
+        self, runner: Runner, tokenizer: Any, end_ids: Sequence[int], tiers: TierManager
+    ) -> None:
+        self.tiers = tiers
+        self.finished = 0
+        self.cancelled = 0
+        self.failed = 0
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._scheduler = Scheduler()
+        self._active: Generation | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether ``step`` has anything to do."""
+        return self._active is not None or len(self._scheduler) > 0
+
+    def add(self, request: Request) -> None:
+        """Enqueue a request."""
+        self._scheduler.add(request)
+
+    def step(self) -> Request | None:
+        """Prefill the next request, or decode one token of the running one.
+
+        A request's own failure ends that request only.
+
+        Returns:
+            The request taken from the queue in this step, if one was.
+        """
+        self.tiers.poll()
+        if self._active is not None:
+            self._guard(self._active.request, self._decode)
+            return None
+        request = self._scheduler.next()
+        if request is not None:
+            self._guard(request, lambda: self._start(request))
+        return request
+
+    def abandon(self, error: BaseException) -> None:
+        """Fail every request that has not ended."""
+        requests = self._scheduler.drain()
+        if self._active is not None:
+            requests.insert(0, self._active.request)
+            self._close_active()
+        for request in requests:
+            request.completion.fail(error)
+
+    def _start(self, request: Request) -> None:
+        request.raise_if_cancelled()
+        self._active = Generation(self._runner, self._tokenizer, request, self._end_ids)
+        usable = self._runner.usable_chunks(len(request.tokens))
+        with self.tiers.lease(request.keys, request.tokens, usable) as lease:
+            lease.wait()
+            self._prefill(self._active, lease)
+        self._finish_if_done(self._active)
+
+    def _prefill(self, generation: Generation, lease: Lease) -> None:
+        io = ChunkIO(
+            sources=lease.sources,
+            sinks=lease.sinks,
+            filled=lease.filled,
+            between=generation.request.raise_if_cancelled,
+        )
+        try:
+            generation.prefill(io, tuple(lease.tiers.items()))
+        except ModelError:
+            lease.discard()  # KV behind a failed forward or NaN logits is worthless
+            raise
+
+    def _decode(self) -> None:
+        assert self._active is not None
+        self._active.request.raise_if_cancelled()
+        self._active.step()
+        self._finish_if_done(self._active)
+
+    def _finish_if_done(self, generation: Generation) -> None:
+        if generation.finished:
+            result = generation.result()
+            self._close_active()
+            self.finished += 1
+            generation.request.completion.finish(result)
+
+    def _guard(self, request: Request, work: Any) -> None:
+        """Run a request's work; turn what it raises into that request's failure."""
+        try:
+            work()
+        except CancelledError as error:
+            self.cancelled += 1
+            self._fail(request, error)
+        except PcrError as error:
+            self.failed += 1
+            self._fail(request, error)
+        except Exception as error:
+            _log.exception("a request failed unexpectedly")
+            self.failed += 1
+            wrapped = ModelError(f"the request failed: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            self._fail(request, wrapped)
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        self._close_active()
+        request.completion.fail(error)
+
+    def _close_active(self) -> None:
+        if self._active is not None:
+            generation, self._active = self._active, None
+            generation.close()

@@ -1,0 +1,110 @@
+"""One request being generated: prefill, then one token per step. Engine thread only.
+
+``step`` is the seam at which a later version decodes several rows at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pcr_core.model.runner import ChunkIO, Row, Runner
+from pcr_core.model.sampling import Sampler
+from pcr_core.model.text import TextStream
+from pcr_core.request import FinishReason, Request, Result, Timing, Usage
+
+
+class Generation:
+    """State of a running request. Close it, whatever happens."""
+
+    def __init__(
+        self, runner: Runner, tokenizer: Any, request: Request, end_ids: Sequence[int]
+    ) -> None:
+        params = request.params
+        self.request = request
+        self._runner = runner
+        self._sampler = Sampler(params, request.tokens, end_ids)
+        self._text = TextStream(tokenizer, params.stop)
+        self._end_ids = {*end_ids, *params.stop_token_ids}
+        self._row: Row = runner.open_row(len(request.tokens) + params.max_tokens)
+        self._tokens: list[int] = []
+        self._pieces: list[str] = []
+        self._started = time.perf_counter()
+        self._loaded = self._first = self._started
+        self._usage = Usage(len(request.tokens), 0, {})
+        self._finish: FinishReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last token has been generated."""
+        return self._finish is not None
+
+    def prefill(self, io: ChunkIO, tiers: Sequence[tuple[int, str]]) -> None:
+        """Run the prompt and generate the first token.
+
+        Args:
+            io: Stored chunks and sinks.
+            tiers: Tier of each stored chunk, by chunk index.
+        """
+        self._loaded = time.perf_counter()
+        prefilled = self._runner.prefill(self._row, self.request.tokens, io)
+        cached: dict[str, int] = {}
+        for index, tier in tiers:
+            cached[tier] = cached.get(tier, 0) + prefilled.reused(index)
+        self._usage = Usage(len(self.request.tokens), 0, cached)
+        self._accept(prefilled.logits)
+        self._first = time.perf_counter()
+
+    def step(self) -> None:
+        """Generate one more token."""
+        self._accept(self._runner.decode(self._row, self._tokens[-1]))
+
+    def result(self) -> Result:
+        """The result of a finished generation."""
+        assert self._finish is not None
+        now, sent = time.perf_counter(), self.request.submitted
+        return Result(
+            text="".join(self._pieces),
+            token_ids=self._tokens,
+            logprobs=self._sampler.logprobs,
+            finish_reason=self._finish,
+            usage=Usage(
+                self._usage.prompt_tokens, len(self._tokens), self._usage.cached_by_tier
+            ),
+            timing=Timing(
+                queue=self._started - sent,
+                load_wait=self._loaded - self._started,
+                prefill=self._first - self._loaded,
+                ttft=self._first - sent,
+                decode=now - self._first,
+                total=now - sent,
+            ),
+        )
+
+    def close(self) -> None:
+        """Give the row back."""
+        self._runner.close_row(self._row)
+
+    def _accept(self, logits: torch.Tensor) -> None:
+        token = self._sampler.choose(logits)
+        self._tokens.append(token)
+        if token in self._end_ids:
+            self._end("stop")
+            return
+        self._emit(self._text.push(token))
+        if self._text.stopped:
+            self._finish = "stop"
+        elif len(self._tokens) >= self.request.params.max_tokens:
+            self._end("length")
+
+    def _end(self, reason: FinishReason) -> None:
+        self._emit(self._text.finish())
+        self._finish = "stop" if self._text.stopped else reason
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self.request.completion.emit(text)

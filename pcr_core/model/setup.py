@@ -1,0 +1,85 @@
+"""From a loaded model to one that runs exactly: kernels, cuts, namespace fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pcr_core.config import EngineConfig
+from pcr_core.errors import ConfigError
+from pcr_core.index.chunk import Namespace
+from pcr_core.model import probe
+from pcr_core.model.attention import KvAttention, attention_installed, causal_tails
+from pcr_core.model.fingerprint import model_fields
+from pcr_core.model.linear import plan_layers, row_tiles_installed
+from pcr_core.model.loading import LoadedModel
+from pcr_core.model.prefill_plan import Cuts, free, grid, shape_independent
+from pcr_core.model.runner import Runner
+
+_IN_USE = "_pcr_engine_in_use"
+
+
+@contextmanager
+def model_prepared(
+    loaded: LoadedModel, config: EngineConfig
+) -> Iterator[tuple[Runner, Namespace]]:
+    """Install attention and row tiles; restore the model when the block ends.
+
+    Yields:
+        The runner, and the namespace of the KV it computes.
+
+    Raises:
+        ConfigError: If another engine has this model object.
+    """
+    if getattr(loaded.model, _IN_USE, False):
+        raise ConfigError(
+            "another engine uses this model object; share that engine, or close it first"
+        )
+    setattr(loaded.model, _IN_USE, True)
+    try:
+        fields = model_fields(loaded)
+        path = probe.verdict_path(config.cache_path, loaded, fields)
+        verdict = probe.read_verdict(path)
+        if verdict is None:
+            verdict = _probe(loaded, config.chunk_tokens, path)
+        attention = KvAttention(verdict.causal_tails)
+        with (
+            attention_installed(loaded.model, attention),
+            row_tiles_installed(loaded.model, verdict.layers),
+        ):
+            cuts = choose_cuts(config, exact_is_free=verdict.shape_independent)
+            runner = Runner(loaded, config.chunk_tokens, cuts)
+            fields += [
+                ("chunk", str(config.chunk_tokens).encode()),
+                ("cuts", cuts.name.encode()),
+                ("tenant", config.namespace.encode()),
+                ("kv", probe.identity_digest(runner, loaded)),
+            ]
+            yield runner, Namespace.of(fields)
+    finally:
+        delattr(loaded.model, _IN_USE)
+
+
+def choose_cuts(config: EngineConfig, *, exact_is_free: bool) -> Cuts:
+    """Where prefills are cut: exactly and freely if the machine can, else as asked."""
+    if config.exact is False:
+        return free()
+    if exact_is_free:
+        return shape_independent()
+    return grid(config.chunk_tokens) if config.exact else free()
+
+
+def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:
+    """Measure this machine, test exactness end to end, and remember both."""
+    layers = plan_layers(loaded.model)
+    tails: tuple[int, ...] = ()
+    if loaded.device.type == "cpu":
+        heads = loaded.model.config.get_text_config().num_attention_heads
+        tails = causal_tails(heads, loaded.shapes, loaded.dtype)
+    with (
+        attention_installed(loaded.model, KvAttention(tails)),
+        row_tiles_installed(loaded.model, layers),
+    ):
+        exact = probe.is_shape_independent(loaded, chunk_tokens)
+    return probe.keep_verdict(path, probe.Verdict(layers, tails, exact))
