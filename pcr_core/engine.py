@@ -20,7 +20,6 @@ from tqdm.auto import tqdm
 
 from pcr_core.config import EngineConfig
 from pcr_core.errors import (
-    ConfigError,
     EngineClosedError,
     PromptTooLongError,
     QueueFullError,
@@ -41,7 +40,7 @@ Call = tuple[Callable[[], Any], "Future[Any]"]
 
 
 class _Door:
-    """The one way in for foreign threads: requests, and calls to run on the engine thread.
+    """The one way in for foreign threads: requests, and calls to run over there.
 
     A condition rather than a queue, so that closing and refusing are decided under the
     same lock as putting: nothing can slip in behind a closed door and wait forever.
@@ -389,7 +388,7 @@ class Engine:
 
 
 def _is_batch(prompt: Any) -> bool:
-    """Whether this is several prompts: a list whose items are no ids and no messages."""
+    """Whether these are several prompts: items are neither ids nor messages."""
     if isinstance(prompt, (str, bytes, Mapping)) or not isinstance(prompt, Sequence):
         return False
     return bool(prompt) and not any(

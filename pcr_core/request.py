@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pcr_core.errors import CancelledError, RequestError
+from pcr_core.index.chunk import ChunkKey
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -80,7 +81,7 @@ class SamplingParams(BaseModel):
             raise RequestError(_explain(error)) from None
         if self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})"
+                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}"
             )
 
 
@@ -103,9 +104,7 @@ class Usage:
     Attributes:
         prompt_tokens: Length of the prompt.
         completion_tokens: Tokens generated, the final stop token included.
-        cached_tokens: Prompt tokens whose KV was reused.
         cached_by_tier: The same by tier: ``"device"``, ``"dram"``, ``"ssd"``.
-        computed_tokens: Prompt tokens that went through the model.
     """
 
     prompt_tokens: int
@@ -114,10 +113,12 @@ class Usage:
 
     @property
     def cached_tokens(self) -> int:
+        """Prompt tokens whose KV was reused, from any tier."""
         return sum(self.cached_by_tier.values())
 
     @property
     def computed_tokens(self) -> int:
+        """Prompt tokens that went through the model."""
         return self.prompt_tokens - self.cached_tokens
 
 
@@ -171,7 +172,7 @@ class _State(enum.Enum):
 
 
 class Completion:
-    """A request under way, seen by the caller. All methods may be called from any thread.
+    """A request under way, seen by the caller. Any thread.
 
     The engine thread feeds it; ``stream()`` and ``take()`` hand the text out once,
     ``result()`` as often as asked.
@@ -199,7 +200,7 @@ class Completion:
         return self._cancelled
 
     def cancel(self) -> None:
-        """Ask the engine to stop within one step. Calling it twice, or late, is harmless."""
+        """Ask the engine to stop within one step. Twice, or late, is harmless."""
         self._cancelled = True
 
     def result(self, timeout: float | None = None) -> Result:
@@ -228,7 +229,7 @@ class Completion:
         return self._result
 
     def stream(self) -> Iterator[str]:
-        """Yield text as it is generated. Closing the iterator early cancels the request."""
+        """Yield text as it is generated. Closing the iterator early cancels."""
         try:
             while True:
                 with self._changed:
@@ -312,7 +313,7 @@ class Request:
     """
 
     tokens: list[int]
-    keys: list[bytes]
+    keys: Sequence[ChunkKey]
     params: SamplingParams
     completion: Completion = field(default_factory=Completion)
     submitted: float = field(default_factory=time.perf_counter)

@@ -48,14 +48,15 @@ class LazyMask:
     ndim = 4
 
     def __init__(
-        self, function: Callable[..., torch.Tensor], first: int, count: int, keys: int
+        self, function: Callable[..., Any], first: int, count: int, keys: int
     ) -> None:
         from transformers.masking_utils import causal_mask_function
 
         self._function = function
         self.first = first
         self.shape = (1, 1, count, keys)
-        self.causal = function is causal_mask_function
+        plain: Callable[..., Any] = causal_mask_function
+        self.causal = function is plain
         self._blocks: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def block(
@@ -92,7 +93,7 @@ def lazy_mask(*_: Any, **arguments: Any) -> LazyMask:
     """The mask function registered with transformers; returns a ``LazyMask``."""
     if arguments.get("attention_mask") is not None:
         raise UnsupportedModelError(
-            "the engine's attention takes no padding mask; restore the model's own with "
+            "the engine's attention takes no padding mask; put back the model's with "
             "model.set_attn_implementation('sdpa') before batching outside the engine"
         )
     first, count = _compat.query_range(arguments)
@@ -148,8 +149,8 @@ class KvAttention:
                 raise UnsupportedModelError(f"attention with {name} is not supported")
         if attention_mask is None:
             raise UnsupportedModelError(
-                f"{type(module).__name__} runs without a causal mask; only decoder-only "
-                "models can reuse prefixes"
+                f"{type(module).__name__} runs without a causal mask; only "
+                "decoder-only models can reuse prefixes"
             )
         count, capacity = query.shape[2], key.shape[2]
         pieces = []
@@ -260,7 +261,7 @@ def _agreeing_tails(
 def attention_installed(model: Any, attention: KvAttention) -> Iterator[None]:
     """Let ``model`` run with this attention; put back its own afterwards."""
     _compat.register_attention(attention.name, attention, lazy_mask)
-    before = model.config._attn_implementation
+    before = model.config._attn_implementation  # noqa: SLF001
     model.set_attn_implementation(attention.name)
     try:
         yield

@@ -52,8 +52,8 @@ def model_fields(loaded: LoadedModel) -> list[tuple[str, bytes]]:
 def kv_bytes(cache: LayerwiseCache, tokens: int) -> list[bytes]:
     """Raw bytes of the first ``tokens`` tokens' keys and values, layer by layer."""
     out = []
-    for layer in cache.layers:
-        for buffer in (layer.keys, layer.values):
+    for pair in zip(cache.buffer.keys, cache.buffer.values, strict=True):
+        for buffer in pair:
             part = buffer[:, :, :tokens].contiguous().to("cpu").view(torch.uint8)
             out.append(part.numpy().tobytes())
     return out

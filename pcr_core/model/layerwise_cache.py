@@ -27,7 +27,7 @@ class ChunkTensors(Protocol):
     """One chunk's memory, seen layer by layer. A DRAM slot is one."""
 
     def layer(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
-        """K ``[kv_heads, chunk_tokens, k_dim]`` and V ``[kv_heads, chunk_tokens, v_dim]``."""
+        """K ``[kv_heads, chunk_tokens, k_dim]`` and V ``[..., v_dim]``."""
         ...
 
 
@@ -80,18 +80,18 @@ class RowBuffer:
         )
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of ``LayerwiseCache``; positions are kept by the cache."""
 
     is_sliding = False
     is_compileable = False
 
     def __init__(self, owner: LayerwiseCache, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
         self._index = index
-        self.keys = owner.buffer.keys[index]
-        self.values = owner.buffer.values[index]
+        self.keys = self._k = owner.buffer.keys[index]
+        self.values = self._v = owner.buffer.values[index]
         self.is_initialized = True
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
@@ -104,16 +104,16 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         owner, tokens = self._owner, self._owner.chunk_tokens
         for at, chunk in owner.loads:
             k, v = chunk.layer(self._index)
-            self.keys[0, :, at : at + tokens].copy_(k, non_blocking=True)
-            self.values[0, :, at : at + tokens].copy_(v, non_blocking=True)
+            self._k[0, :, at : at + tokens].copy_(k, non_blocking=True)
+            self._v[0, :, at : at + tokens].copy_(v, non_blocking=True)
         start, stop = owner.length, owner.length + key_states.shape[2]
-        self.keys[:, :, start:stop] = key_states
-        self.values[:, :, start:stop] = value_states
+        self._k[:, :, start:stop] = key_states
+        self._v[:, :, start:stop] = value_states
         for at, chunk in owner.stores:
             k, v = chunk.layer(self._index)
-            k.copy_(self.keys[0, :, at : at + tokens], non_blocking=True)
-            v.copy_(self.values[0, :, at : at + tokens], non_blocking=True)
-        return self.keys, self.values
+            k.copy_(self._k[0, :, at : at + tokens], non_blocking=True)
+            v.copy_(self._v[0, :, at : at + tokens], non_blocking=True)
+        return self._k, self._v
 
     def get_mask_sizes(self, query: int | torch.Tensor, *_: Any) -> tuple[int, int]:
         """All keys up to the end of the last block the queries reach."""
@@ -131,7 +131,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length  # its name before transformers 5.x renamed it
 
 
-class LayerwiseCache(Cache):  # type: ignore[misc]
+class LayerwiseCache(Cache):
     """The KV of one row during one request. Engine thread only.
 
     Attributes:

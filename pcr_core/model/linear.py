@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pcr_core.model import onednn
 from pcr_core.model.row_tiles import SIZES, RowTiles, best_class
 
-_PACK_ROWS = 64  # oneDNN's hint when it chooses the packed layout
 _PROBE_FLOPS = 4e10  # bounds the probe of one very large layer to a second or so
 _TIMED_LAYERS = 6
 _ROUNDS = 4
@@ -57,11 +57,13 @@ class PlainKernel:
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """See ``Kernel``."""
         out = rows.new_empty(rows.shape[0], self._weight.shape[1])
         self.into(rows, out)
         return out
 
     def into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """See ``Kernel``."""
         if self._bias is None:
             torch.mm(rows, self._weight, out=out)
         else:
@@ -76,26 +78,17 @@ class PackedKernel:
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        op = torch.ops.mkldnn._linear_pointwise
-        out: torch.Tensor = op(rows, self._packed, self._bias, "none", [], "")
-        return out
+        """See ``Kernel``."""
+        return onednn.linear(rows, self._packed, self._bias)
 
     def into(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """See ``Kernel``; the operator cannot write in place, so this copies."""
         out.copy_(self(rows))
 
 
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-    return packed
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has a packed kernel for this dtype on this machine."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype is torch.float32
+def _bias(layer: nn.Linear) -> torch.Tensor | None:
+    bias: torch.Tensor | None = layer.bias  # nn.Linear declares it as never None
+    return None if bias is None else bias.detach()
 
 
 def in_tiles(
@@ -128,15 +121,17 @@ def measure(layers: Sequence[nn.Linear]) -> LayerPlan:
     turn, so that weights come from memory as they do in a forward.
     """
     weights = [layer.weight.detach() for layer in layers[:_TIMED_LAYERS]]
-    bias = None if layers[0].bias is None else layers[0].bias.detach()
+    bias = _bias(layers[0])
     affordable = _PROBE_FLOPS / (4 * weights[0].numel() * len(SIZES))
     most = max((size for size in SIZES if size <= affordable), default=SIZES[2])
     noise = torch.Generator().manual_seed(0)
     rows = torch.randn(most, weights[0].shape[1], generator=noise).to(weights[0].dtype)
     plain = best_class(_classes([PlainKernel(w, bias) for w in weights], rows))
-    if not can_pack(weights[0].dtype):
+    if not onednn.supports(weights[0].dtype):
         return LayerPlan(False, plain)
-    packed = best_class(_classes([PackedKernel(_pack(w), bias) for w in weights], rows))
+    packed = best_class(
+        _classes([PackedKernel(onednn.pack(w), bias) for w in weights], rows)
+    )
     dearer = {size: cost / _PACK_MARGIN for size, cost in packed.costs.items()}
     if best_class([plain.costs, dearer]).costs is plain.costs:
         return LayerPlan(False, plain)
@@ -149,7 +144,7 @@ def _classes(kernels: Sequence[Kernel], rows: torch.Tensor) -> list[dict[int, fl
     seconds = _seconds(kernels, rows, sizes)
     found: list[tuple[torch.Tensor, dict[int, float]]] = []
     for size in sizes:
-        result = torch.cat([kernels[0](part) for part in rows.split(size)])
+        result = torch.cat([kernels[0](part) for part in torch.split(rows, size)])
         for seen, group in found:
             if torch.equal(seen, result):
                 group[size] = seconds[size]
@@ -201,14 +196,14 @@ class _Installed:
         self._layer = layer
         self._tiles = plan.tiles
         self._packed = plan.packed
-        bias = None if layer.bias is None else layer.bias.detach()
+        bias = _bias(layer)
         if plan.packed:
-            packed = _pack(layer.weight.detach())
-            layer._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
+            packed = onednn.pack(layer.weight.detach())
+            layer.weight = nn.Parameter(packed, requires_grad=False)
             self._kernel: Kernel = PackedKernel(packed, bias)
         else:
             self._kernel = PlainKernel(layer.weight.detach(), bias)
-        layer.forward = self.forward  # type: ignore[method-assign]
+        layer.__dict__["forward"] = self.forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` -> ``[..., out_features]``."""
@@ -223,12 +218,10 @@ class _Installed:
 
     def remove(self) -> None:
         """Put back the layer's own forward and its weight, bit for bit."""
-        del self._layer.forward
+        del self._layer.__dict__["forward"]
         if self._packed:
             weight = self._layer.weight.to_dense()
-            self._layer._parameters["weight"] = nn.Parameter(
-                weight, requires_grad=False
-            )
+            self._layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
 Shape = tuple[int, int, bool]
@@ -243,7 +236,7 @@ def plan_layers(model: Any) -> Mapping[Shape, LayerPlan]:
 
 
 def _shape(layer: nn.Linear) -> Shape:
-    return layer.in_features, layer.out_features, layer.bias is not None
+    return layer.in_features, layer.out_features, _bias(layer) is not None
 
 
 @contextmanager
@@ -255,5 +248,5 @@ def row_tiles_installed(model: Any, plans: Mapping[Shape, LayerPlan]) -> Iterato
             installed.append(_Installed(layer, plans[_shape(layer)]))
         yield
     finally:
-        for layer in installed:
-            layer.remove()
+        for tiled in installed:
+            tiled.remove()

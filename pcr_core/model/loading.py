@@ -92,7 +92,7 @@ def _from_pretrained(config: EngineConfig, tokenizer: Any) -> tuple[str, Any, An
         raise ModelError(
             f"transformers cannot load {config.model or source!r}: {error}"
         ) from error
-    model.to(_device(config.device))
+    model = torch.nn.Module.to(model, _device(config.device))
     return str(config.model or source), model, tokenizer
 
 
@@ -148,8 +148,8 @@ def _refuse_recurrent(model: Any) -> None:
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder model; prefixes can be reused "
-            "in decoder-only models"
+            f"{type(model).__name__} is an encoder-decoder model; prefixes can be "
+            "reused in decoder-only models"
         )
     kinds = getattr(config, "layer_types", None) or ()
     others = [
@@ -158,8 +158,8 @@ def _refuse_recurrent(model: Any) -> None:
     if others:
         raise UnsupportedModelError(
             f"layers {', '.join(others)} of {type(model).__name__} keep recurrent or "
-            "linear-attention state, which a chunk of KV cannot hold; use a model whose "
-            "layers are all full or sliding attention"
+            "linear-attention state, which a chunk of KV cannot hold; use a model "
+            "whose layers are all full or sliding attention"
         )
 
 
@@ -186,17 +186,18 @@ def probe_shapes(model: Any) -> tuple[LayerShape, ...]:
             model(input_ids=ids, **arguments)
     except Exception as error:  # whatever the model's code raises about the cache
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not run on transformers' DynamicCache, so its "
-            f"state cannot be stored per token: {error}"
+            f"{type(model).__name__} does not run on transformers' DynamicCache, so "
+            f"its state cannot be stored per token: {error}"
         ) from error
     shapes = []
     for index, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or keys.ndim != 4 or keys.shape[2] != 4:
             raise UnsupportedModelError(
-                f"layer {index} of {type(model).__name__} stores no keys and values per "
-                "token; recurrent and linear-attention models cannot be served"
+                f"layer {index} of {type(model).__name__} stores no keys and values "
+                "per token; recurrent and linear-attention models cannot be served"
             )
+        assert values is not None  # a layer has both or neither
         shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
     if not shapes:
         raise UnsupportedModelError(

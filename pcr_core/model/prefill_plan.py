@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-
+from itertools import pairwise
 
 ROW_UNIT = 16
 """Forwards start, and rows are padded, at multiples of this."""
@@ -51,9 +51,12 @@ def free() -> Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One forward: load ``loads``, then compute tokens ``start..stop``, filling ``stores``.
+    """One forward: load chunks, then compute tokens ``start..stop``, filling chunks.
 
-    ``loads`` and ``stores`` are chunk indices.
+    Attributes:
+        loads: Indices of the chunks to load first.
+        start, stop: Token range to compute.
+        stores: Indices of the chunks it completes.
     """
 
     loads: tuple[int, ...]
@@ -128,4 +131,4 @@ def _steps(start: int, stop: int, step: int | None) -> list[tuple[int, int]]:
     if step is None:
         return [(start, stop)]
     edges = [start, *range((start // step + 1) * step, stop, step), stop]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))

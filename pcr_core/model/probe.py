@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from pcr_core.model import onednn
 from pcr_core.model.attention import KEY_BLOCK
 from pcr_core.model.fingerprint import kv_bytes, kv_digest
 from pcr_core.model.linear import LayerPlan, Shape
@@ -109,8 +110,7 @@ def verdict_path(cache_dir: Path, loaded: LoadedModel, fields: Any) -> Path:
         transformers.__version__,
         platform.machine(),
         torch.backends.cpu.get_cpu_capability(),
-        torch.backends.mkldnn.is_available()
-        and [bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())],
+        onednn.supports(loaded.dtype),
         torch.get_num_threads(),
         str(loaded.device),
         torch.cuda.get_device_name(loaded.device)

@@ -31,7 +31,7 @@ def encode_prompt(
     """
     if isinstance(prompt, str):
         ids = _encode_text(tokenizer, prompt)
-    elif not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+    elif isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
         raise RequestError(
             "a prompt is a string, a list of token ids or a list of chat messages, not "
             f"{type(prompt).__name__}"

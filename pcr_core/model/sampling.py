@@ -21,7 +21,7 @@ from pcr_core.errors import ModelError
 from pcr_core.request import SamplingParams
 
 
-class _Bias(LogitsProcessor):  # type: ignore[misc]
+class _Bias(LogitsProcessor):
     """Adds a constant to some tokens' logits."""
 
     def __init__(self, bias: dict[int, float]) -> None:
@@ -34,7 +34,7 @@ class _Bias(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
-class _OutputPenalty(LogitsProcessor):  # type: ignore[misc]
+class _OutputPenalty(LogitsProcessor):
     """Presence and frequency penalty over generated tokens (OpenAI's definition).
 
     transformers has only the multiplicative repetition penalty.
@@ -117,7 +117,7 @@ class Sampler:
             )
         raw = scores
         if self._chain:
-            scores = self._chain(torch.tensor([self._history]), scores)
+            scores = self._chain(torch.LongTensor([self._history]), scores)
         if self._greedy:
             token = int(scores.argmax())
         else:

@@ -34,7 +34,7 @@ def model_prepared(
     """
     if getattr(loaded.model, _IN_USE, False):
         raise ConfigError(
-            "another engine uses this model object; share that engine, or close it first"
+            "another engine uses this model object; share that engine or close it"
         )
     setattr(loaded.model, _IN_USE, True)
     try:

@@ -1,0 +1,36 @@
+"""oneDNN's linear layer on packed weights, as torch exposes it (private operators).
+
+torch repacks the weights of a bf16 layer at every call; for a question of twenty tokens
+that is most of the time. These operators pack once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_HINT_ROWS = 64  # the row count oneDNN plans the packed layout for
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether this machine has a packed kernel for ``dtype``."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
+    return dtype is torch.float32
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """An opaque copy of ``[out, in]`` weights; ``to_dense()`` gives the same bits."""
+    op = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
+    packed: torch.Tensor = op(weight, _HINT_ROWS)
+    return packed
+
+
+def linear(
+    rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``[rows, in]`` times packed weights, in new memory."""
+    op = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
+    out: torch.Tensor = op(rows, packed, bias, "none", [], "")
+    return out
