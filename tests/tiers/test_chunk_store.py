@@ -160,7 +160,8 @@ def test_a_group_shares_one_commit_and_skips_what_is_stored(kit, store):
 
 
 def test_the_budget_is_hard(kit, store):
-    one = store(chunks=2)
+    files = kit.FaultyFiles()
+    one = store(chunks=2, files=files)
     jobs = [write_job(kit, kit.prompt(number), 0) for number in (1, 2, 3)]
     one.commit(jobs)
     assert [job.outcome for job in jobs] == [
@@ -168,6 +169,7 @@ def test_the_budget_is_hard(kit, store):
         WriteOutcome.STORED,
         WriteOutcome.NO_ROOM,
     ]
+    assert files.calls["writev"] == 2
     assert kit.file_bytes(kit.folder) == one.used_bytes() == 2 * kit.file_nbytes
 
 

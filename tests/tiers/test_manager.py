@@ -97,6 +97,23 @@ def test_a_corrupt_chunk_is_removed_recomputed_and_stored_again(kit):
     assert kit.serve(kit.manager(), tokens).tiers == {0: "ssd", 1: "ssd", 2: "ssd"}
 
 
+def test_a_corrupt_chunk_that_nobody_recomputes_is_removed_too(kit):
+    tokens = [*kit.prompt(1, 2), 9]
+    first = kit.manager()
+    kit.serve(first, tokens)
+    first.close()
+    damaged = kit.folder / "chunks" / f"{kit.keys_of(tokens)[1].hex()}.safetensors"
+    raw = bytearray(damaged.read_bytes())
+    raw[-1] ^= 1
+    damaged.write_bytes(raw)
+    second = kit.manager()
+    second.lease(kit.keys_of(tokens), tokens, 2).close()
+    assert not damaged.exists()
+    assert second.match(kit.keys_of(tokens)) == ["dram", "none"]
+    assert second.snapshot().corrupt == 1
+    assert second.check().ok
+
+
 def test_match_changes_nothing(kit):
     manager = kit.manager(slots=3, ssd_chunks=0)
     for number in (1, 2, 3):
