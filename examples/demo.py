@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +41,30 @@ from examples.report import (
 from pcr_core import Engine, EngineConfig
 
 FEWEST = 2  # questions that are asked even when the time is over
-# Shares of the time at which the first two steps stop taking new questions.
-FIRST_UNTIL, RESTART_UNTIL = 0.45, 0.65
+# Shares of the time left that the first two steps may take; the rest is the third's.
+FIRST_SHARE, RESTART_SHARE = 0.4, 0.4
 
 
 class Clock:
-    """How much of the demo's time is left."""
+    """How much of the demo's time has gone, and how much is left."""
 
     def __init__(self, seconds: float) -> None:
         self._start = time.monotonic()
         self._seconds = seconds
 
-    def left_until(self, share: float) -> float:
-        """Seconds until ``share`` of all the time has passed."""
-        return self._start + share * self._seconds - time.monotonic()
+    @property
+    def gone(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end; negative after it."""
+        return self._seconds - self.gone
+
+    def part(self, share: float) -> Clock:
+        """A clock for the next ``share`` of the time that is left."""
+        return Clock(share * self.left)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -81,6 +91,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         namespace=options.namespace,
         dram_bytes="1GiB",
         ssd_bytes="2GiB",
+        exact=True,
     )
 
 
@@ -107,11 +118,11 @@ def pipelines(
 
 
 def ask_all(
-    questions: Iterable[str], asks: Sequence[Ask], time_left: Callable[[], float]
+    questions: Iterable[str], asks: Sequence[Ask], clock: Clock
 ) -> Iterator[Answer]:
     """Ask in turn through each framework, until the time is over."""
     for number, question in enumerate(questions):
-        if number >= FEWEST and time_left() <= 0:
+        if number >= FEWEST and clock.left <= 0:
             return
         yield asks[number % len(asks)](question)
 
@@ -133,8 +144,9 @@ def run_first(
     title = "1. One process: what comes back is in DRAM"
     with Engine(engine_config(options)) as engine:
         asks = pipelines(engine, index, options)
+        until = clock.part(FIRST_SHARE)
         with live_table(console, title, len(texts)) as show:
-            for answer in ask_all(texts, asks, lambda: clock.left_until(FIRST_UNTIL)):
+            for answer in ask_all(texts, asks, until):
                 answers.append(answer)
                 show(answer)
         engine.flush()
@@ -149,7 +161,7 @@ def run_restarted(
     for name in ("documents", "top", "max_tokens", "cache_dir", "namespace"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += ["--questions", str(options.questions)]
-    command += ["--seconds", str(max(1.0, clock.left_until(RESTART_UNTIL)))]
+    command += ["--seconds", str(clock.part(RESTART_SHARE).left)]
     if options.model:
         command += ["--model", options.model]
     answers: list[Answer] = []
@@ -181,7 +193,7 @@ def answer_as_child(corpus: Corpus, options: argparse.Namespace) -> None:
         contextlib.suppress(BrokenPipeError),
     ):
         asks = pipelines(engine, index, options)
-        for answer in ask_all(texts, asks, lambda: clock.left_until(1)):
+        for answer in ask_all(texts, asks, clock):
             print(json.dumps(dataclasses.asdict(answer)), flush=True)
 
 
@@ -195,17 +207,17 @@ def run_uncached(
     """Answer the same prompts with nothing to reuse: a namespace for each question."""
     index = PlotIndex(corpus.plots, MiniLM())
     texts = [question.text for question in corpus.questions[:asked]]
-    config = engine_config(options)
+    loaded: dict[str, Any] = {}  # the first engine's model, for the others
     answers: list[Answer] = []
     title = "3. Without cache, for comparison"
     with live_table(console, title, len(texts)) as show:
         for number, question in enumerate(texts):
-            if number >= FEWEST and clock.left_until(1) <= 0:
+            if number >= FEWEST and clock.left <= 0:
                 break
-            alone = config.model_copy(
-                update={"namespace": f"{uuid.uuid4()}", "ssd_bytes": 0}
-            )
-            with Engine(alone) as engine:
+            alone = {"namespace": str(uuid.uuid4()), "ssd_bytes": 0}
+            config = engine_config(options).model_copy(update=alone)
+            with Engine(config, **loaded) as engine:
+                loaded = {"model": engine.model, "tokenizer": engine.tokenizer}
                 answer = pipelines(engine, index, options)[number % 2](question)
             if answer.computed != answer.prompt_tokens:
                 raise SystemExit("the comparison run has reused something: a bug")
@@ -270,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     alone = run_uncached(console, corpus, len(first), options, clock)
     uncached = {answer.question: answer for answer in alone}
     results = figures(options, first, restarted, uncached)
-    conclude(console, results, elapsed=options.seconds - clock.left_until(1))
+    conclude(console, results, elapsed=clock.gone)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1, ensure_ascii=False))
     return 1 if results["answers_that_differ"] else 0

@@ -15,7 +15,14 @@ pytest.importorskip("llama_index.core")
 
 from examples.answers import Answer
 from examples.corpus import package_folder
-from examples.demo import FEWEST, ask_all, engine_config, figures, parse_arguments
+from examples.demo import (
+    FEWEST,
+    Clock,
+    ask_all,
+    engine_config,
+    figures,
+    parse_arguments,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,8 +37,20 @@ def answerer(framework: str):
 ASKS = (answerer("LlamaIndex"), answerer("LangChain"))
 
 
+class Countdown:
+    """A clock of which each look takes one second."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    @property
+    def left(self) -> float:
+        self.seconds -= 1
+        return self.seconds
+
+
 def test_frameworks_take_turns():
-    answers = list(ask_all(["a", "b", "c"], ASKS, lambda: 1.0))
+    answers = list(ask_all(["a", "b", "c"], ASKS, Countdown(100)))
     assert [(a.framework, a.question) for a in answers] == [
         ("LlamaIndex", "a"),
         ("LangChain", "b"),
@@ -40,11 +59,16 @@ def test_frameworks_take_turns():
 
 
 def test_it_stops_when_the_time_is_over_but_not_before_the_fewest():
-    left = iter([3.0, 1.0, 0.0])
-    answers = list(ask_all("abcdefgh", ASKS, lambda: next(left)))
+    answers = list(ask_all("abcdefgh", ASKS, Countdown(3)))
     assert [a.question for a in answers] == ["a", "b", "c", "d"]
-    late = list(ask_all("abcdefgh", ASKS, lambda: -1.0))
-    assert len(late) == FEWEST
+    assert len(list(ask_all("abcdefgh", ASKS, Countdown(-1)))) == FEWEST
+
+
+def test_a_part_of_the_clock_is_a_share_of_what_is_left():
+    clock = Clock(1000)
+    part = clock.part(0.25)
+    assert part.left <= 250
+    assert Clock(-5).part(0.5).left < 0
 
 
 def test_both_processes_have_one_configuration():
