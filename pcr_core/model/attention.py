@@ -4,10 +4,10 @@ Registered with transformers under the name ``"pcr"``; model code stays untouche
 
 Two things make stock attention slow and shape-dependent on a cached prefix. It expands
 K and V from the KV heads to all heads; we hand SDPA the grouped heads. And its rounding
-depends on how many keys it is given; we always hand over a multiple of ``KEY_BLOCK``
-keys (the block in which torch's CPU kernel walks them), the surplus masked. A
-masked-out block changes no bit, so a query sees the same arithmetic whether its prefix
-was loaded or computed, and however the prefill was cut.
+depends on how many keys it is given; we hand over whole blocks of ``KEY_BLOCK`` (as
+torch's CPU kernel walks them) or a part that a probe has found to give the same bits,
+the surplus masked. A masked-out key changes no bit, so a query sees the same arithmetic
+whether its prefix was loaded or computed, and however the prefill was cut.
 
 The mask is never materialised for the whole prompt: transformers passes on whatever the
 mask function returns, so ours returns a ``LazyMask``, evaluated block by block.
@@ -16,8 +16,9 @@ mask function returns, so ours returns a ``LazyMask``, evaluated block by block.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from pcr_core.errors import UnsupportedModelError
 from pcr_core.index.chunk import LayerShape
 from pcr_core.model import _compat
 
+_ONE_CALL = 256  # so few queries are cheaper in one call than cut at key blocks
 KEY_BLOCK = 512
 """Keys per block of torch's CPU flash kernel (kvSplitSize in its source)."""
 
@@ -100,21 +102,37 @@ def lazy_mask(*_: Any, **arguments: Any) -> LazyMask:
     return LazyMask(arguments["mask_function"], first, count, arguments["kv_length"])
 
 
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How SDPA may be called without its bits depending on the shape of the call.
+
+    The defaults are safe wherever a masked key block changes no bit.
+
+    Attributes:
+        causal_tails: Query counts modulo ``KEY_BLOCK`` at which the causal kernel gives
+            the bits of the masked one.
+        key_grain: The masked kernel gets a multiple of this many keys.
+    """
+
+    causal_tails: tuple[int, ...] = ()
+    key_grain: int = KEY_BLOCK
+
+
 class KvAttention:
     """The attention function registered with transformers.
 
     Args:
-        causal_tails: Query counts modulo ``KEY_BLOCK`` at which the causal kernel gives
-            the bits of the masked one (see ``causal_tails``).
+        plan: What the start-up probe found about SDPA's kernels.
     """
 
-    def __init__(self, causal_tails: Collection[int]) -> None:
-        self._tails = sorted({0, *causal_tails}, reverse=True)
+    def __init__(self, plan: AttentionPlan) -> None:
+        self._plan = plan
+        self._tails = sorted({0, *plan.causal_tails}, reverse=True)
 
     @property
     def name(self) -> str:
         """Its name in transformers' registry: equal behaviour, equal name."""
-        digest = hashlib.blake2b(repr(self._tails).encode(), digest_size=6)
+        digest = hashlib.blake2b(repr(self._plan).encode(), digest_size=6)
         return f"pcr-{digest.hexdigest()}"
 
     def __call__(
@@ -168,8 +186,9 @@ class KvAttention:
         """Cut queries ``0..count`` into ``(start, stop, keys, causal kernel?)``.
 
         Queries from position 0 under a plain causal mask go to the causal kernel, as
-        many as it gives the right bits for: it skips the upper triangle. The rest is
-        cut where a key block ends, so that no query sees a block more than it must.
+        many as it gives the right bits for: it skips the upper triangle. The rest, if
+        long, is cut where a key block ends, so that no query sees a block more than it
+        must.
         """
         start = 0
         if mask.causal and mask.first == 0:
@@ -178,8 +197,11 @@ class KvAttention:
             if start:
                 yield 0, start, start, True
         while start < count:
-            keys = round_up(mask.first + start + 1, KEY_BLOCK)
-            stop = min(count, keys - mask.first)
+            stop = count
+            if count - start > _ONE_CALL:
+                stop = round_up(mask.first + start + 1, KEY_BLOCK) - mask.first
+                stop = min(count, stop)
+            keys = round_up(mask.first + stop, self._plan.key_grain)
             yield start, stop, min(keys, capacity), False
             start = stop
 
@@ -203,58 +225,82 @@ def grouped_attention(
     )
 
 
-_TAIL_STEP = 32
-_TAIL_TRIALS = 3
-
-
-def causal_tails(
+def plan_attention(
     heads: int, shapes: Sequence[LayerShape], dtype: torch.dtype
-) -> tuple[int, ...]:
-    """Tail lengths at which the causal kernel agrees with the masked one (CPU).
+) -> AttentionPlan:
+    """Compare SDPA's CPU kernels bit for bit on noise, for every head shape.
 
-    The kernel shortens its last key block to the last query, and some lengths make the
-    matrix product in it round differently. Multiples of 32 are compared, in the first
-    and in a later key block, for every distinct head shape. Odd multiples of 16 are
-    left out untested: with AMX they differ in a few outputs of a million, too rarely
-    in bf16 to be sure of catching it.
+    Tails: the causal kernel shortens its last key block to the last query, and some
+    lengths make the matrix product in it round differently. Multiples of 32 are
+    compared, in the first and in a later key block. Odd multiples of 16 are left out
+    untested: with AMX they differ in a few outputs of a million, too rarely in bf16 to
+    be sure of catching it.
+
+    Grain: likewise a shorter last key block may change nothing under a mask; if so,
+    a hit need not be padded to the whole block.
     """
-    agreed = set(range(_TAIL_STEP, KEY_BLOCK, _TAIL_STEP))
+    tails = set(range(_TAIL_STEP, KEY_BLOCK, _TAIL_STEP))
+    grains = set(_GRAINS)
     for shape in set(shapes):
-        for trial in range(_TAIL_TRIALS):
-            agreed = _agreeing_tails(heads, shape, dtype, agreed, trial)
-    return tuple(sorted(agreed))
+        for trial in range(_TRIALS):
+            kernels = _Kernels(heads, shape, dtype, trial)
+            tails = {tail for tail in tails if kernels.tail_agrees(tail)}
+            grains = {grain for grain in grains if kernels.grain_agrees(grain)}
+    return AttentionPlan(tuple(sorted(tails)), min(grains, default=KEY_BLOCK))
 
 
-def _agreeing_tails(
-    heads: int,
-    shape: LayerShape,
-    dtype: torch.dtype,
-    tails: Collection[int],
-    trial: int,
-) -> set[int]:
-    from transformers.masking_utils import causal_mask_function
+_TAIL_STEP = 32
+_GRAINS = (64, 128, 256)
+_TRIALS = 3
 
-    noise = torch.Generator().manual_seed(trial)
-    length = 2 * KEY_BLOCK
 
-    def random(count: int, dim: int) -> torch.Tensor:
-        return torch.randn(1, count, length, dim, generator=noise).to(dtype)
+class _Kernels:
+    """SDPA on noise over two key blocks, beside what it should give."""
 
-    q = random(heads, shape.k_dim)
-    k, v = random(shape.kv_heads, shape.k_dim), random(shape.kv_heads, shape.v_dim)
-    mask = LazyMask(causal_mask_function, 0, length, length)
-    expected = []
-    for start, stop in ((0, KEY_BLOCK), (KEY_BLOCK, length)):
-        block = mask.block(start, stop, stop, q)
-        part = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
-        expected.append(grouped_attention(*part, block, None))
-    whole = torch.cat(expected, dim=2)
+    def __init__(
+        self, heads: int, shape: LayerShape, dtype: torch.dtype, seed: int
+    ) -> None:
+        from transformers.masking_utils import causal_mask_function
 
-    def agrees(n: int) -> bool:
-        part = q[:, :, :n], k[:, :, :n], v[:, :, :n]
-        return torch.equal(grouped_attention(*part, None, None), whole[:, :, :n])
+        noise = torch.Generator().manual_seed(seed)
+        length = 2 * KEY_BLOCK
 
-    return {tail for tail in tails if agrees(tail) and agrees(KEY_BLOCK + tail)}
+        def random(count: int, dim: int) -> torch.Tensor:
+            return torch.randn(1, count, length, dim, generator=noise).to(dtype)
+
+        self._q = random(heads, shape.k_dim)
+        self._k = random(shape.kv_heads, shape.k_dim)
+        self._v = random(shape.kv_heads, shape.v_dim)
+        self._mask = LazyMask(causal_mask_function, 0, length, length)
+        blocks = ((0, KEY_BLOCK), (KEY_BLOCK, length))
+        parts = [self._masked(start, stop, stop) for start, stop in blocks]
+        self._expected = torch.cat(parts, dim=2)
+
+    def tail_agrees(self, tail: int) -> bool:
+        """Whether the causal kernel is right for this many queries into a block."""
+        return self._causal_is_right(tail) and self._causal_is_right(KEY_BLOCK + tail)
+
+    def grain_agrees(self, grain: int) -> bool:
+        """Whether the masked kernel is right with a last key block cut at ``grain``."""
+        for stop in range(grain, 2 * KEY_BLOCK, grain):
+            for count in (16, 48, grain):
+                start = max(stop - count, stop // KEY_BLOCK * KEY_BLOCK)
+                expected = self._expected[:, :, start:stop]
+                if not torch.equal(self._masked(start, stop, stop), expected):
+                    return False
+        return True
+
+    def _causal_is_right(self, count: int) -> bool:
+        part = (x[:, :, :count] for x in (self._q, self._k, self._v))
+        result = grouped_attention(*part, None, None)
+        return torch.equal(result, self._expected[:, :, :count])
+
+    def _masked(self, start: int, stop: int, keys: int) -> torch.Tensor:
+        mask = self._mask.block(start, stop, keys, self._q)
+        q = self._q[:, :, start:stop]
+        return grouped_attention(
+            q, self._k[:, :, :keys], self._v[:, :, :keys], mask, None
+        )
 
 
 @contextmanager

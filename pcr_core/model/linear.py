@@ -20,10 +20,17 @@ from torch import nn
 from torch.nn import functional
 
 from pcr_core.model import onednn
-from pcr_core.model.row_tiles import SIZES, RowTiles, best_class
+from pcr_core.model.row_tiles import (
+    SIZES,
+    TIMED_SIZES,
+    RowTiles,
+    best_class,
+    interpolate,
+)
 
-_PROBE_FLOPS = 4e10  # bounds the probe of one very large layer to a second or so
+_PROBE_FLOPS = 5e11  # bounds the probe of one very large layer to a second or so
 _TIMED_LAYERS = 6
+_COMPARED_ROWS = 512
 _ROUNDS = 4
 _CALL_SECONDS = 10e-6  # what one more call costs in Python
 _PACK_MARGIN = 0.95  # packing must win by this much to be worth touching the weights
@@ -116,58 +123,71 @@ def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
 def measure(layers: Sequence[nn.Linear]) -> LayerPlan:
     """Find the kernel and the tiles for layers of one shape.
 
-    Compares all candidate tile sizes bit for bit on 1024 rows of noise (fewer for a
-    layer so large that this would take seconds), and times them on several layers in
-    turn, so that weights come from memory as they do in a forward.
+    Compares candidate tile sizes bit for bit on up to 2048 rows of noise (fewer for a
+    layer so large that this would take seconds), and times some of them on several
+    layers in turn, so that weights come from memory as they do in a forward.
     """
     weights = [layer.weight.detach() for layer in layers[:_TIMED_LAYERS]]
     bias = _bias(layers[0])
-    affordable = _PROBE_FLOPS / (4 * weights[0].numel() * len(SIZES))
-    most = max((size for size in SIZES if size <= affordable), default=SIZES[2])
-    noise = torch.Generator().manual_seed(0)
-    rows = torch.randn(most, weights[0].shape[1], generator=noise).to(weights[0].dtype)
+    rows = _noise(weights[0])
     plain = best_class(_classes([PlainKernel(w, bias) for w in weights], rows))
     if not onednn.supports(weights[0].dtype):
         return LayerPlan(False, plain)
-    packed = best_class(
-        _classes([PackedKernel(onednn.pack(w), bias) for w in weights], rows)
-    )
+    packs = [PackedKernel(onednn.pack(w), bias) for w in weights]
+    packed = best_class(_classes(packs, rows))
     dearer = {size: cost / _PACK_MARGIN for size, cost in packed.costs.items()}
     if best_class([plain.costs, dearer]).costs is plain.costs:
         return LayerPlan(False, plain)
     return LayerPlan(True, packed)
 
 
+def _noise(weight: torch.Tensor) -> torch.Tensor:
+    """As many rows as can be compared at all sizes within ``_PROBE_FLOPS``."""
+    affordable = _PROBE_FLOPS / (4 * weight.numel() * len(SIZES))
+    count = max((size for size in SIZES if size <= affordable), default=TIMED_SIZES[3])
+    noise = torch.Generator().manual_seed(0)
+    return torch.randn(count, weight.shape[1], generator=noise).to(weight.dtype)
+
+
 def _classes(kernels: Sequence[Kernel], rows: torch.Tensor) -> list[dict[int, float]]:
-    """Group tile sizes whose results agree on every row; sizes -> seconds."""
-    sizes = [size for size in SIZES if size <= rows.shape[0]]
-    seconds = _seconds(kernels, rows, sizes)
+    """Group tile sizes whose results agree on every row; sizes -> seconds.
+
+    A class is represented by all rows in tiles of its first size; a further size is
+    compared on one tile, or on as many as make ``_COMPARED_ROWS``.
+    """
+    seconds = _seconds(kernels, rows)
     found: list[tuple[torch.Tensor, dict[int, float]]] = []
-    for size in sizes:
-        result = torch.cat([kernels[0](part) for part in torch.split(rows, size)])
+    for size in (size for size in SIZES if size <= rows.shape[0]):
+        result = _tiled(kernels[0], rows, size, size * max(1, _COMPARED_ROWS // size))
+        cost = seconds[size] if size in seconds else interpolate(seconds, size)
         for seen, group in found:
-            if torch.equal(seen, result):
-                group[size] = seconds[size]
+            common = min(len(seen), len(result))
+            if torch.equal(seen[:common], result[:common]):
+                group[size] = cost
                 break
         else:
-            found.append((result, {size: seconds[size]}))
+            found.append((_tiled(kernels[0], rows, size, len(rows)), {size: cost}))
     return [group for _, group in found]
 
 
-def _seconds(
-    kernels: Sequence[Kernel], rows: torch.Tensor, sizes: Sequence[int]
-) -> dict[int, float]:
+def _tiled(kernel: Kernel, rows: torch.Tensor, size: int, most: int) -> torch.Tensor:
+    """Whole tiles of ``size`` rows, from the first ``most`` rows."""
+    whole = rows[: min(most, len(rows)) // size * size]
+    return torch.cat([kernel(part) for part in torch.split(whole, size)])
+
+
+def _seconds(kernels: Sequence[Kernel], rows: torch.Tensor) -> dict[int, float]:
     """Time per call by tile size: the best of a few rounds, as interference only adds.
 
     The sizes take turns within a round, so that a slow moment hits all of them.
     """
+    sizes = [size for size in TIMED_SIZES if size <= rows.shape[0]]
     best = dict.fromkeys(sizes, float("inf"))
-    out = kernels[0](rows)
     for _ in range(_ROUNDS):
         for size in sizes:
             start = time.perf_counter()
             for kernel in kernels:
-                kernel.into(rows[:size], out[:size])
+                kernel(rows[:size])
             elapsed = (time.perf_counter() - start) / len(kernels)
             best[size] = min(best[size], elapsed)
     return {size: seconds + _CALL_SECONDS for size, seconds in best.items()}

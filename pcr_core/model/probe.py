@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pcr_core.model import onednn
-from pcr_core.model.attention import KEY_BLOCK
+from pcr_core.model.attention import KEY_BLOCK, AttentionPlan
 from pcr_core.model.fingerprint import kv_bytes, kv_digest
 from pcr_core.model.linear import LayerPlan, Shape
 from pcr_core.model.loading import LoadedModel
@@ -90,12 +90,12 @@ class Verdict:
 
     Attributes:
         layers: How to run linear layers of each shape; empty off CPU.
-        causal_tails: Where the causal attention kernel may be used; see ``attention``.
+        attention: How SDPA may be called.
         shape_independent: Whether prefills may be cut anywhere without a trace.
     """
 
     layers: Mapping[Shape, LayerPlan]
-    causal_tails: tuple[int, ...]
+    attention: AttentionPlan
     shape_independent: bool
 
 
@@ -132,8 +132,10 @@ def read_verdict(path: Path) -> Verdict | None:
             )
             for item in found["layers"]
         }
-        tails = tuple(int(tail) for tail in found["causal_tails"])
-        return Verdict(layers, tails, bool(found["shape_independent"]))
+        attention = AttentionPlan(
+            tuple(int(tail) for tail in found["causal_tails"]), int(found["key_grain"])
+        )
+        return Verdict(layers, attention, bool(found["shape_independent"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -157,7 +159,8 @@ def keep_verdict(path: Path, verdict: Verdict) -> Verdict:
     text = json.dumps(
         {
             "layers": layers,
-            "causal_tails": verdict.causal_tails,
+            "causal_tails": verdict.attention.causal_tails,
+            "key_grain": verdict.attention.key_grain,
             "shape_independent": verdict.shape_independent,
         }
     )

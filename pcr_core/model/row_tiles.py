@@ -12,14 +12,18 @@ by construction, at the price of a little padding. Knows nothing about torch.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-SIZES = (16, 32, 64, 128, 256, 512, 1024)
-"""Candidate tiles, in rows."""
+TIMED_SIZES = (16, 32, 64, 96, 128, 192, 256, 512, 1024)
+"""Candidate tiles that are timed, in rows."""
+SIZES = (*range(16, 256, 16), *range(256, 2049, 64))
+"""All candidate tiles; the others' cost is interpolated."""
 
-_MANY, _FEW = 1024, 32
-"""Row counts a class is judged by: a cold prefill, and a question after a hit."""
+_JUDGED = (32, 128, 1088)
+"""Row counts a class is judged by: two questions after a hit, and a cold prefill."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class RowTiles:
         return sum(self.costs[size] for size in self.plan(rows))
 
     def _cheapest(self, rows: int) -> tuple[int, ...]:
-        """Shortest path over units of the smallest tile; bulk goes to the largest."""
-        unit, largest = min(self.costs), max(self.costs)
+        """Shortest path over units of rows; what exceeds two largest tiles is bulk."""
+        unit, largest = math.gcd(*self.costs), max(self.costs)
         bulk = max(0, rows // largest - 1)
         units = -(-(rows - bulk * largest) // unit)
         best: list[tuple[float, int]] = [(0.0, 0)]
@@ -65,16 +69,22 @@ class RowTiles:
         return tuple(sorted(tiles, reverse=True))
 
 
+def interpolate(timed: Mapping[int, float], size: int) -> float:
+    """Seconds for a tile that was not timed: on the line between its neighbours."""
+    known = sorted(timed)
+    right = min(max(bisect_left(known, size), 1), len(known) - 1)
+    a, b = known[right - 1], known[right]
+    return timed[a] + (timed[b] - timed[a]) * (size - a) / (b - a)
+
+
 def best_class(groups: Sequence[Mapping[int, float]]) -> RowTiles:
     """Choose among classes (tile size -> seconds) the one that costs least overall.
 
-    Judged by the time for many rows and for few, each relative to the best class, so
-    that neither a cold prefill nor a hit is sacrificed for the other.
+    Judged at a few row counts, each relative to the best class there, so that neither
+    a cold prefill nor a hit is sacrificed for the other.
     """
     classes = [RowTiles(group) for group in groups]
-    many = min(tiles.seconds(_MANY) for tiles in classes)
-    few = min(tiles.seconds(_FEW) for tiles in classes)
+    least = {rows: min(c.seconds(rows) for c in classes) for rows in _JUDGED}
     return min(
-        classes,
-        key=lambda tiles: tiles.seconds(_MANY) / many + tiles.seconds(_FEW) / few,
+        classes, key=lambda c: sum(c.seconds(rows) / least[rows] for rows in _JUDGED)
     )

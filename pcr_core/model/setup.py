@@ -10,7 +10,12 @@ from pcr_core.config import EngineConfig
 from pcr_core.errors import ConfigError
 from pcr_core.index.chunk import Namespace
 from pcr_core.model import probe
-from pcr_core.model.attention import KvAttention, attention_installed, causal_tails
+from pcr_core.model.attention import (
+    AttentionPlan,
+    KvAttention,
+    attention_installed,
+    plan_attention,
+)
 from pcr_core.model.fingerprint import model_fields
 from pcr_core.model.linear import plan_layers, row_tiles_installed
 from pcr_core.model.loading import LoadedModel
@@ -43,7 +48,7 @@ def model_prepared(
         verdict = probe.read_verdict(path)
         if verdict is None:
             verdict = _probe(loaded, config.chunk_tokens, path)
-        attention = KvAttention(verdict.causal_tails)
+        attention = KvAttention(verdict.attention)
         with (
             attention_installed(loaded.model, attention),
             row_tiles_installed(loaded.model, verdict.layers),
@@ -73,13 +78,13 @@ def choose_cuts(config: EngineConfig, *, exact_is_free: bool) -> Cuts:
 def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:
     """Measure this machine, test exactness end to end, and remember both."""
     layers = plan_layers(loaded.model)
-    tails: tuple[int, ...] = ()
+    plan = AttentionPlan()
     if loaded.device.type == "cpu":
         heads = loaded.model.config.get_text_config().num_attention_heads
-        tails = causal_tails(heads, loaded.shapes, loaded.dtype)
+        plan = plan_attention(heads, loaded.shapes, loaded.dtype)
     with (
-        attention_installed(loaded.model, KvAttention(tails)),
+        attention_installed(loaded.model, KvAttention(plan)),
         row_tiles_installed(loaded.model, layers),
     ):
         exact = probe.is_shape_independent(loaded, chunk_tokens)
-    return probe.keep_verdict(path, probe.Verdict(layers, tails, exact))
+    return probe.keep_verdict(path, probe.Verdict(layers, plan, exact))

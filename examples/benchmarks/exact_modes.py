@@ -1,0 +1,140 @@
+"""What exactness costs, by chunk size: cold prefill time and whether bits agree.
+
+    python -m examples.benchmarks.exact_modes
+
+Per dtype and chunk size: stock transformers in one shot; the exact path in one shot and
+in chunk-sized forwards; the fall-back grid. "Same bits" compares KV of every layer and
+the last logits with the exact one-shot run (with its own repetition for the grid).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.benchmarks.common import (
+    Spread,
+    arguments,
+    print_machine,
+    print_table,
+    quiet_transformers,
+    ratios,
+    real_tokens,
+    timed,
+    write_json,
+)
+from examples.benchmarks.first_token import Plain
+from pcr_core import EngineConfig
+from pcr_core.model.fingerprint import kv_bytes
+from pcr_core.model.loading import LoadedModel, load
+from pcr_core.model.prefill_plan import Cuts, grid, shape_independent
+from pcr_core.model.runner import ChunkIO, Runner
+from pcr_core.model.setup import model_prepared
+
+SIZES = (16, 32, 64, 128, 256, 512)
+
+
+def _cut(chunk: int) -> Cuts:
+    """The exact kernels, but a forward for every chunk."""
+    exact = shape_independent()
+    return Cuts(f"exact chunks of {chunk}", exact.align, exact.pad, step=chunk)
+
+
+def prefill(loaded: LoadedModel, cuts: Cuts, tokens: list[int]) -> list[bytes]:
+    """Run a prefill; return its bits."""
+    runner = Runner(loaded, max(SIZES), cuts)
+    row = runner.open_row(len(tokens))
+    io = ChunkIO({}, {}, filled=lambda index: None, between=lambda: None)
+    logits = runner.prefill(row, tokens, io).logits
+    bits = kv_bytes(row.cache, len(tokens))
+    return [*bits, logits.float().numpy().tobytes()]
+
+
+def timer(loaded: LoadedModel, cuts: Cuts, tokens: list[int]) -> Callable[[], None]:
+    """A prefill on buffers that exist, as in a running engine."""
+    runner = Runner(loaded, max(SIZES), cuts)
+    runner.open_row(len(tokens))
+    io = ChunkIO({}, {}, filled=lambda index: None, between=lambda: None)
+    return lambda: void(runner.prefill(runner.open_row(len(tokens)), tokens, io))
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+def measure(dtype: str, options: Any, folder: Path) -> list[list[str]]:
+    config = EngineConfig(
+        model=options.model, cache_dir=folder, dtype=dtype, threads=options.threads
+    )
+    loaded = load(config)
+    source = options.model or str(next((folder / "models").glob("[!.]*")))
+    plain = Plain(source, dtype)
+    tokens = real_tokens(loaded.tokenizer, options.tokens)
+    works: dict[str, Callable[[], None]] = {"stock": lambda: plain.cold(tokens)}
+    with model_prepared(loaded, config):
+        works["exact one shot"] = timer(loaded, shape_independent(), tokens)
+        for chunk in SIZES:
+            works[f"exact {chunk}"] = timer(loaded, _cut(chunk), tokens)
+            works[f"grid {chunk}"] = timer(loaded, grid(chunk), tokens)
+        sample: dict[str, list[float]] = {name: [] for name in works}
+        for index in range(-1, options.rounds):
+            for name, work in works.items():
+                seconds = timed(work)
+                if index >= 0:
+                    sample[name].append(seconds)
+        whole = prefill(loaded, shape_independent(), tokens)
+        same = {
+            chunk: (
+                prefill(loaded, _cut(chunk), tokens) == whole,
+                prefill(loaded, grid(chunk), tokens)
+                == prefill(loaded, grid(chunk), tokens),
+                prefill(loaded, grid(chunk), tokens) == whole,
+            )
+            for chunk in SIZES
+        }
+
+    def cell(name: str) -> str:
+        return f"{Spread.of(sample[name]).ms()} = {ratios(sample[name], sample['stock']).median:.2f}"
+
+    bytes_per_token = sum(
+        shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in loaded.shapes
+    )
+    size = bytes_per_token * loaded.dtype.itemsize
+    return [
+        [
+            dtype,
+            str(chunk),
+            f"{size * chunk / 2**20:.2f}",
+            Spread.of(sample["stock"]).ms(),
+            cell("exact one shot"),
+            cell(f"exact {chunk}"),
+            "yes" if same[chunk][0] else "NO",
+            cell(f"grid {chunk}"),
+            "yes" if same[chunk][1] else "NO",
+        ]
+        for chunk in SIZES
+    ]
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    about = print_machine()
+    rows: list[list[str]] = []
+    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
+        for dtype in options.dtypes:
+            rows += measure(dtype, options, Path(folder))
+    print("cold prefill in ms (quartiles) = ratio to stock, within rounds")
+    head = ("dtype", "chunk", "MiB", "stock", "exact, one shot", "exact, chunked",
+            "same bits", "grid", "repeatable")  # fmt: skip
+    print_table(head, rows)
+    write_json(options.json, {"machine": about, "head": head, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
