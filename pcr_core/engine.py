@@ -1,7 +1,7 @@
-"""The engine: text or tokens in, ``Completion`` out. Owns every thread and lifetime.
+"""The engine: text or tokens in, ``Completion`` out. The public face of the package.
 
 One thread, ``pcr-engine``, owns the model and all cache state, so nothing there needs a
-lock. Other threads reach it only through ``_Door``.
+lock. Other threads reach it only through a ``Door`` (see ``service``).
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
 from typing import Any, TypeVar, overload
 
 import torch
@@ -22,86 +21,16 @@ from pcr_core.config import EngineConfig
 from pcr_core.errors import (
     EngineClosedError,
     PromptTooLongError,
-    QueueFullError,
     RequestError,
 )
-from pcr_core.index.chunk import ChunkLayout, chunk_keys
-from pcr_core.loop import EngineLoop
-from pcr_core.model.loading import load
+from pcr_core.index.chunk import chunk_keys
 from pcr_core.model.prompt import encode_prompt
-from pcr_core.model.sampling import end_token_ids
-from pcr_core.model.setup import model_prepared
 from pcr_core.request import Completion, Prompt, Request, Result, SamplingParams
+from pcr_core.service import Door, start
 from pcr_core.stats import EngineStats
-from pcr_core.tiers import CheckReport, TierManager
+from pcr_core.tiers import CheckReport
 
 T = TypeVar("T")
-Call = tuple[Callable[[], Any], "Future[Any]"]
-
-
-class _Door:
-    """The one way in for foreign threads: requests, and calls to run over there.
-
-    A condition rather than a queue, so that closing and refusing are decided under the
-    same lock as putting: nothing can slip in behind a closed door and wait forever.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._changed = threading.Condition()
-        self._requests: list[Request] = []
-        self._calls: list[Call] = []
-        self._waiting = 0
-        self._closed: BaseException | None = None
-
-    def put(self, request: Request) -> None:
-        with self._changed:
-            self._refuse_if_closed()
-            if self._waiting >= self._capacity:
-                raise QueueFullError(
-                    f"{self._waiting} requests are waiting already (max_queue="
-                    f"{self._capacity}); try again after some have finished"
-                )
-            self._waiting += 1
-            self._requests.append(request)
-            self._changed.notify()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        with self._changed:
-            self._refuse_if_closed()
-            self._calls.append((function, future))
-            self._changed.notify()
-        return future
-
-    def take(self, *, block: bool) -> tuple[list[Request], list[Call], bool]:
-        """Everything that came in, and whether the door has been closed."""
-        with self._changed:
-            if block:
-                self._changed.wait_for(
-                    lambda: self._requests or self._calls or self._closed
-                )
-            requests, self._requests = self._requests, []
-            calls, self._calls = self._calls, []
-            return requests, calls, self._closed is not None
-
-    def started(self) -> None:
-        """One request has left the queue."""
-        with self._changed:
-            self._waiting -= 1
-
-    def close(self, reason: BaseException) -> None:
-        with self._changed:
-            self._closed = self._closed or reason
-            self._changed.notify_all()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed is not None
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed is not None:
-            raise EngineClosedError(str(self._closed)) from self._closed
 
 
 class Engine:
@@ -135,42 +64,14 @@ class Engine:
         self._pid = os.getpid()
         self._encode_lock = threading.Lock()
         self._close_lock = threading.Lock()
-        self._door = _Door(self._config.max_queue)
-        self._lifetimes = ExitStack()
-        if self._config.threads is not None:
-            torch.set_num_threads(self._config.threads)
-        with self._lifetimes as building:
-            self._build(building, model, tokenizer)
-            self._lifetimes = building.pop_all()
-        self._thread = threading.Thread(
-            target=_run, args=(self._door, self._loop), name="pcr-engine", daemon=True
-        )
-        self._thread.start()
+        self._door = Door(self._config.max_queue)
+        service = start(self._config, model, tokenizer, self._door)
+        self._thread = service.thread
+        self._loaded = service.parts.loaded
+        self._runner = service.parts.runner
+        self._namespace = service.parts.namespace
+        self._loop = service.parts.loop
         self._at_exit = _close_at_exit(self)
-
-    def _build(self, building: ExitStack, model: Any, tokenizer: Any) -> None:
-        config = self._config
-        self._loaded = load(config, model, tokenizer)
-        self._runner, self._namespace = building.enter_context(
-            model_prepared(self._loaded, config)
-        )
-        layout = ChunkLayout(
-            self._loaded.shapes,
-            config.chunk_tokens,
-            self._loaded.safetensors_dtype,
-            self._loaded.dtype.itemsize,
-        )
-        tiers = TierManager.open(
-            layout,
-            self._namespace,
-            dram_bytes=config.dram_bytes,
-            cache_dir=config.cache_path / "kv",
-            ssd_bytes=config.ssd_bytes,
-            pin_memory=self._loaded.device.type == "cuda",
-        )
-        building.callback(tiers.close)
-        ends = end_token_ids(self._loaded.model, self._loaded.tokenizer)
-        self._loop = EngineLoop(self._runner, self._loaded.tokenizer, ends, tiers)
 
     # --- requests ---
 
@@ -200,6 +101,7 @@ class Engine:
                 f"params must be SamplingParams, not {type(params).__name__}; write "
                 "SamplingParams(max_tokens=32)"
             )
+        submitted = time.perf_counter()
         tokens = self.encode(prompt, tools=tools)
         window = self.context_window
         if len(tokens) >= window:
@@ -209,7 +111,7 @@ class Engine:
         if params.max_tokens > room:
             params = params.model_copy(update={"max_tokens": room})
         keys = chunk_keys(self._namespace, tokens, self._config.chunk_tokens)
-        request = Request(tokens, keys, params)
+        request = Request(tokens, keys, params, submitted=submitted)
         self._door.put(request)
         return request.completion
 
@@ -346,7 +248,6 @@ class Engine:
             self._door.close(EngineClosedError("the engine is closed; build a new one"))
             if threading.current_thread() is not self._thread:
                 self._thread.join()
-            self._lifetimes.close()
         atexit.unregister(self._at_exit)
 
     def __enter__(self) -> Engine:
@@ -394,42 +295,6 @@ def _is_batch(prompt: Any) -> bool:
     return bool(prompt) and not any(
         isinstance(part, Mapping) or hasattr(part, "__index__") for part in prompt
     )
-
-
-def _run(door: _Door, loop: EngineLoop) -> None:
-    """Body of the engine thread. However it ends, nobody is left waiting."""
-    reason: BaseException = EngineClosedError("the engine was closed")
-    try:
-        while True:
-            requests, calls, closed = door.take(block=not loop.busy)
-            for request in requests:
-                loop.add(request)
-            for function, future in calls:
-                _answer(function, future)
-            if closed:
-                break
-            if loop.step() is not None:
-                door.started()
-    except BaseException as error:
-        reason = EngineClosedError(
-            f"the engine thread died: {error!r}; build a new engine"
-        )
-        reason.__cause__ = error
-    finally:
-        door.close(reason)
-        requests, calls, _ = door.take(block=False)
-        for request in requests:
-            loop.add(request)
-        loop.abandon(reason)
-        for _, future in calls:
-            future.set_exception(reason)
-
-
-def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
-    try:
-        future.set_result(function())
-    except Exception as error:
-        future.set_exception(error)
 
 
 def _close_at_exit(engine: Engine) -> Callable[[], None]:

@@ -27,7 +27,7 @@ from examples.benchmarks.common import (
     timed,
     write_json,
 )
-from examples.benchmarks.first_token import Plain
+from examples.benchmarks.plain import Plain
 from pcr_core import EngineConfig
 from pcr_core.model.fingerprint import kv_bytes
 from pcr_core.model.loading import LoadedModel, load
@@ -74,7 +74,7 @@ def measure(dtype: str, options: Any, folder: Path) -> list[list[str]]:
     source = options.model or str(next((folder / "models").glob("[!.]*")))
     plain = Plain(source, dtype)
     tokens = real_tokens(loaded.tokenizer, options.tokens)
-    works: dict[str, Callable[[], None]] = {"stock": lambda: plain.cold(tokens)}
+    works: dict[str, Callable[[], object]] = {"stock": lambda: plain.cold(tokens)}
     with model_prepared(loaded, config):
         works["exact one shot"] = timer(loaded, shape_independent(), tokens)
         for chunk in SIZES:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
 
 from examples.benchmarks.common import (
     Spread,
@@ -27,42 +26,12 @@ from examples.benchmarks.common import (
     ratios,
     real_tokens,
     sequential_read,
-    timed,
     write_json,
 )
+from examples.benchmarks.plain import PlainProcess
 from pcr_core import Engine, EngineConfig, Result, SamplingParams
-from pcr_core.model._compat import cache_argument
 
 ONE = SamplingParams(max_tokens=1)
-
-
-class Plain:
-    """Stock transformers."""
-
-    def __init__(self, path: str, dtype: str) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype)
-        ).eval()
-        self._name = cache_argument(self.model)
-
-    @torch.inference_mode()
-    def forward(self, ids: list[int], cache: DynamicCache) -> int:
-        options = {self._name: cache, "use_cache": True, "logits_to_keep": 1}
-        logits = self.model(input_ids=torch.tensor([ids]), **options).logits
-        return int(logits[0, -1].argmax())
-
-    def cold(self, ids: list[int]) -> None:
-        self.forward(ids, DynamicCache(config=self.model.config))
-
-    def resident(self, prefix: list[int]) -> DynamicCache:
-        cache = DynamicCache(config=self.model.config)
-        self.forward(prefix, cache)
-        return cache
-
-    def hit(self, suffix: list[int], cache: DynamicCache, prefix: int) -> float:
-        seconds = timed(lambda: self.forward(suffix, cache))
-        cache.crop(-(cache.get_seq_length() - prefix))
-        return seconds
 
 
 def measure(dtype: str, options: Any, folder: Path) -> dict[str, Any]:
@@ -75,45 +44,40 @@ def measure(dtype: str, options: Any, folder: Path) -> dict[str, Any]:
         dram_bytes="1GiB",
         chunk_tokens=options.chunk_tokens,
     )
-    engine = Engine(config)
-    source = options.model or str(next((folder / "models").glob("[!.]*")))
-    plain = Plain(source, dtype)
-    stats = engine.stats()
-    prompt = real_tokens(engine.tokenizer, options.tokens)
-    engine.generate(prompt, ONE)
-    hit = engine.generate(prompt, ONE).usage
-    prefix = hit.cached_tokens
-    suffix = prompt[prefix:]
-    cache = plain.resident(prompt[:prefix])
     sample: dict[str, list[float]] = {}
-
-    def note(name: str, seconds: float) -> None:
-        sample.setdefault(name, []).append(seconds)
-
-    for index in range(-1, options.rounds):  # the first round warms up
-        fresh = real_tokens(engine.tokenizer, options.tokens, which=index + 2)
-        fresh[0] = index + 1000  # no prefix shared with any other prompt
-        note("plain cold", timed(lambda ids=fresh: plain.cold(ids)))
-        note("cold", engine.generate(fresh, ONE).timing.ttft)
-        note("plain hit", plain.hit(suffix, cache, prefix))
-        note("dram", engine.generate(prompt, ONE).timing.ttft)
-        engine.flush()
-        if index < 0:
-            sample.clear()
-    engine.close()
-    note_ssd(sample, plain, config, prompt, options.rounds)
+    with Engine(config) as engine:
+        source = options.model or str(next((folder / "models").glob("[!.]*")))
+        stats = engine.stats()
+        prompt = real_tokens(engine.tokenizer, options.tokens)
+        engine.generate(prompt, ONE)
+        prefix = engine.generate(prompt, ONE).usage.cached_tokens
+        with PlainProcess(source, dtype, options.threads) as plain:
+            plain.call("keep", prompt[:prefix])
+            for index in range(-1, options.rounds):  # the first round warms up
+                fresh = real_tokens(engine.tokenizer, options.tokens, which=index + 2)
+                fresh[0] = index + 1000  # no prefix shared with any other prompt
+                seconds = {
+                    "plain cold": plain.call("cold", fresh),
+                    "cold": engine.generate(fresh, ONE).timing.ttft,
+                    "plain hit": plain.call("hit", prompt[prefix:]),
+                    "dram": engine.generate(prompt, ONE).timing.ttft,
+                }
+                engine.flush()
+                if index >= 0:
+                    for name, value in seconds.items():
+                        sample.setdefault(name, []).append(value)
+    note_ssd(sample, config, prompt, options.rounds)
     return {
         "sample": sample,
         "cuts": stats.prefill_cuts,
         "chunk": config.chunk_tokens,
         "prefix": prefix,
-        "suffix": len(suffix),
+        "suffix": len(prompt) - prefix,
     }
 
 
 def note_ssd(
     sample: dict[str, list[float]],
-    plain: Plain,
     config: EngineConfig,
     prompt: list[int],
     rounds: int,

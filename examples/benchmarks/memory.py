@@ -26,7 +26,8 @@ from examples.benchmarks.common import (
     real_tokens,
     write_json,
 )
-from examples.benchmarks.first_token import ONE, Plain
+from examples.benchmarks.first_token import ONE
+from examples.benchmarks.plain import Plain
 from pcr_core import Engine, EngineConfig
 
 MIB = 2**20

@@ -291,8 +291,8 @@ class _Kernels:
         return True
 
     def _causal_is_right(self, count: int) -> bool:
-        part = (x[:, :, :count] for x in (self._q, self._k, self._v))
-        result = grouped_attention(*part, None, None)
+        q, k, v = self._q[:, :, :count], self._k[:, :, :count], self._v[:, :, :count]
+        result = grouped_attention(q, k, v, None, None)
         return torch.equal(result, self._expected[:, :, :count])
 
     def _masked(self, start: int, stop: int, keys: int) -> torch.Tensor:

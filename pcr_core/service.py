@@ -1,0 +1,224 @@
+"""The engine thread: builds everything, serves requests, takes everything down again.
+
+All of torch's work happens on this one thread, loading and probing included. libgomp
+keeps a team of threads for every thread that ever ran a parallel region, and once there
+are more of them than cores all barriers sleep instead of spinning: a small model's
+forward gets up to twice as slow. (A caller who runs torch on another thread, such as a
+local embedder, pays that price; nothing here can undo it.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from pcr_core.config import EngineConfig
+from pcr_core.errors import EngineClosedError, QueueFullError
+from pcr_core.index.chunk import ChunkLayout, Namespace
+from pcr_core.loop import EngineLoop
+from pcr_core.model.loading import LoadedModel, load
+from pcr_core.model.runner import Runner
+from pcr_core.model.sampling import end_token_ids
+from pcr_core.model.setup import model_prepared
+from pcr_core.request import Request
+from pcr_core.tiers import TierManager
+
+T = TypeVar("T")
+Call = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class Door:
+    """The one way in for foreign threads: requests, and calls to run over there.
+
+    A condition rather than a queue, so that closing and refusing are decided under the
+    same lock as putting: nothing can slip in behind a closed door and wait forever.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._changed = threading.Condition()
+        self._requests: list[Request] = []
+        self._calls: list[Call] = []
+        self._waiting = 0
+        self._closed: BaseException | None = None
+
+    def put(self, request: Request) -> None:
+        """Enqueue a request, or raise ``QueueFullError`` or ``EngineClosedError``."""
+        with self._changed:
+            self._refuse_if_closed()
+            if self._waiting >= self._capacity:
+                raise QueueFullError(
+                    f"{self._waiting} requests are waiting already (max_queue="
+                    f"{self._capacity}); try again after some have finished"
+                )
+            self._waiting += 1
+            self._requests.append(request)
+            self._changed.notify()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Have ``function`` run on the engine thread, between two steps."""
+        future: Future[T] = Future()
+        with self._changed:
+            self._refuse_if_closed()
+            self._calls.append((function, future))
+            self._changed.notify()
+        return future
+
+    def take(self, *, block: bool) -> tuple[list[Request], list[Call], bool]:
+        """Everything that came in, and whether the door has been closed."""
+        with self._changed:
+            if block:
+                self._changed.wait_for(
+                    lambda: self._requests or self._calls or self._closed
+                )
+            requests, self._requests = self._requests, []
+            calls, self._calls = self._calls, []
+            return requests, calls, self._closed is not None
+
+    def started(self) -> None:
+        """One request has left the queue."""
+        with self._changed:
+            self._waiting -= 1
+
+    def close(self, reason: BaseException) -> None:
+        """Let nobody in any more; wakes the engine thread."""
+        with self._changed:
+            self._closed = self._closed or reason
+            self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed."""
+        return self._closed is not None
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed is not None:
+            raise EngineClosedError(str(self._closed)) from self._closed
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine consists of. Everything but the frozen values is the thread's."""
+
+    loaded: LoadedModel
+    runner: Runner
+    namespace: Namespace
+    loop: EngineLoop
+
+
+def build(
+    config: EngineConfig, model: Any, tokenizer: Any, lifetimes: ExitStack
+) -> Parts:
+    """Load the model, open the tiers; ``lifetimes`` undoes all of it.
+
+    Raises:
+        ConfigError, ModelError, StoreError: See ``Engine``.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    loaded = load(config, model, tokenizer)
+    runner, namespace = lifetimes.enter_context(model_prepared(loaded, config))
+    layout = ChunkLayout(
+        loaded.shapes,
+        config.chunk_tokens,
+        loaded.safetensors_dtype,
+        loaded.dtype.itemsize,
+    )
+    tiers = TierManager.open(
+        layout,
+        namespace,
+        dram_bytes=config.dram_bytes,
+        cache_dir=config.cache_path / "kv",
+        ssd_bytes=config.ssd_bytes,
+        pin_memory=loaded.device.type == "cuda",
+    )
+    lifetimes.callback(tiers.close)
+    ends = end_token_ids(loaded.model, loaded.tokenizer)
+    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers)
+    return Parts(loaded, runner, namespace, loop)
+
+
+def start(config: EngineConfig, model: Any, tokenizer: Any, door: Door) -> Service:
+    """Start the engine thread and wait until it is ready.
+
+    Raises:
+        Whatever ``build`` raised over there.
+    """
+    ready: Future[Parts] = Future()
+    thread = threading.Thread(
+        target=_serve,
+        args=(config, model, tokenizer, door, ready),
+        name="pcr-engine",
+        daemon=True,
+    )
+    thread.start()
+    try:
+        return Service(thread, ready.result())
+    except BaseException:
+        door.close(EngineClosedError("the engine was interrupted while starting"))
+        raise
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running engine thread and what it built."""
+
+    thread: threading.Thread
+    parts: Parts
+
+
+def _serve(
+    config: EngineConfig, model: Any, tokenizer: Any, door: Door, ready: Future[Parts]
+) -> None:
+    """Body of the engine thread."""
+    with ExitStack() as lifetimes:
+        try:
+            parts = build(config, model, tokenizer, lifetimes)
+        except BaseException as error:
+            lifetimes.close()
+            ready.set_exception(error)
+            return
+        ready.set_result(parts)
+        _run(door, parts.loop)
+
+
+def _run(door: Door, loop: EngineLoop) -> None:
+    """Body of the engine thread. However it ends, nobody is left waiting."""
+    reason: BaseException = EngineClosedError("the engine was closed")
+    try:
+        while True:
+            requests, calls, closed = door.take(block=not loop.busy)
+            for request in requests:
+                loop.add(request)
+            for function, future in calls:
+                _answer(function, future)
+            if closed:
+                break
+            if loop.step() is not None:
+                door.started()
+    except BaseException as error:
+        reason = EngineClosedError(
+            f"the engine thread died: {error!r}; build a new engine"
+        )
+        reason.__cause__ = error
+    finally:
+        door.close(reason)
+        requests, calls, _ = door.take(block=False)
+        for request in requests:
+            loop.add(request)
+        loop.abandon(reason)
+        for _, future in calls:
+            future.set_exception(reason)
+
+
+def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
