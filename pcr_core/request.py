@@ -34,6 +34,9 @@ StopStrings = Annotated[
 StopTokens = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)
 ]
+LogitBias = dict[
+    Annotated[int, Field(ge=0)], Annotated[float, Field(allow_inf_nan=False)]
+]
 
 
 class SamplingParams(BaseModel):
@@ -51,7 +54,7 @@ class SamplingParams(BaseModel):
         stop: Texts that end generation; found across token borders, never returned.
         stop_token_ids: Tokens that end generation, beside the model's own.
         logprobs: Also return the log-probability of each chosen token.
-        logit_bias: Added to the logits of these token ids.
+        logit_bias: Added to the logits of these token ids; finite.
 
     Raises:
         RequestError: For an unknown field or a bad value.
@@ -72,7 +75,7 @@ class SamplingParams(BaseModel):
     stop: StopStrings = ()
     stop_token_ids: StopTokens = ()
     logprobs: bool = False
-    logit_bias: dict[int, float] = Field(default_factory=dict)
+    logit_bias: LogitBias = Field(default_factory=dict)
 
     def __init__(self, **fields: Any) -> None:
         try:

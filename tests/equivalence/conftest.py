@@ -177,7 +177,7 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Where others compute too, two threads that wait for each other take 20 x longer."""
+    """On a busy machine two threads that wait for each other take 20 times longer."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
