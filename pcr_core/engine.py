@@ -90,23 +90,19 @@ class Engine:
             tools: Tool schemas for the chat template.
 
         Raises:
-            RequestError: If the prompt is empty or of a wrong type.
+            RequestError: If the prompt is empty or of a wrong type, or ``params`` name
+                a token that the model does not have.
             PromptTooLongError: Before any compute.
             QueueFullError: If ``max_queue`` requests are waiting.
             EngineClosedError: If the engine is closed, or after ``fork``.
         """
         self._check_process()
-        if params is not None and not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"params must be SamplingParams, not {type(params).__name__}; write "
-                "SamplingParams(max_tokens=32)"
-            )
         submitted = time.perf_counter()
+        params = self._checked(params)
         tokens = self.encode(prompt, tools=tools)
         window = self.context_window
         if len(tokens) >= window:
             raise PromptTooLongError(len(tokens), window)
-        params = params or SamplingParams()
         room = window - len(tokens)
         if params.max_tokens > room:
             params = params.model_copy(update={"max_tokens": room})
@@ -264,6 +260,22 @@ class Engine:
                 "this engine was created before fork() and its threads are not in this "
                 "process; build an engine in the child"
             )
+
+    def _checked(self, params: object) -> SamplingParams:
+        if params is None:
+            return SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"params must be SamplingParams, not {type(params).__name__}; write "
+                "SamplingParams(max_tokens=32)"
+            )
+        largest = max(params.logit_bias, default=0)
+        if largest >= self._loaded.vocabulary:
+            raise RequestError(
+                f"logit_bias names token {largest}, but the model has tokens 0 to "
+                f"{self._loaded.vocabulary - 1}"
+            )
+        return params
 
     def _on_engine_thread(self, function: Callable[[], T]) -> T:
         self._check_process()

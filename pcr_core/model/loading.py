@@ -51,6 +51,12 @@ class LoadedModel:
         """The dtype by its safetensors name."""
         return _DTYPES[self.dtype]
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits: the tokenizer's ids, and often some for padding."""
+        head = self.model.get_output_embeddings() or self.model.get_input_embeddings()
+        return int(head.weight.shape[0])
+
 
 def load(config: EngineConfig, model: Any = None, tokenizer: Any = None) -> LoadedModel:
     """Load what ``config`` names, or take objects that are loaded already.
