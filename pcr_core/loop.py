@@ -67,6 +67,10 @@ class EngineLoop:
             self._guard(request, lambda: self._start(request))
         return request
 
+    def idle(self) -> bool:
+        """Use a moment without requests; returns whether another would help too."""
+        return self.tiers.prepare()
+
     def abandon(self, error: BaseException) -> None:
         """Fail every request that has not ended."""
         requests = self._scheduler.drain()

@@ -193,7 +193,7 @@ def _run(door: Door, loop: EngineLoop) -> None:
     reason: BaseException = EngineClosedError("the engine was closed")
     try:
         while True:
-            requests, calls, closed = door.take(block=not loop.busy)
+            requests, calls, closed = door.take(block=not loop.busy and not loop.idle())
             for request in requests:
                 loop.add(request)
             for function, future in calls:

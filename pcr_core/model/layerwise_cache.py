@@ -13,6 +13,7 @@ KV of every layer at every step: on a CPU that is a third of a decode step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,11 +25,35 @@ from pcr_core.model.attention import KEY_BLOCK, round_up
 
 
 class ChunkTensors(Protocol):
-    """One chunk's memory, seen layer by layer. A DRAM slot is one."""
+    """One chunk's memory, seen layer by layer. A DRAM slot is one.
 
-    def layer(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
-        """K ``[kv_heads, chunk_tokens, k_dim]`` and V ``[..., v_dim]``."""
+    Attributes:
+        index: Chunks whose indices follow each other are neighbours in memory.
+    """
+
+    index: int
+
+    def span(self, count: int, layer: int, /) -> tuple[torch.Tensor, torch.Tensor]:
+        """K ``[count, kv_heads, chunk_tokens, k_dim]`` and V ``[..., v_dim]``.
+
+        Of this chunk and the ``count - 1`` that follow it in memory.
+        """
         ...
+
+
+@dataclass(slots=True)
+class Run:
+    """Chunks that follow each other both in the prompt and in memory.
+
+    Attributes:
+        position: Of the first token.
+        count: Number of chunks.
+        first: The first chunk.
+    """
+
+    position: int
+    count: int
+    first: ChunkTensors
 
 
 class RowBuffer:
@@ -101,19 +126,25 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Load this layer's chunks, append the new KV, hand out what is complete."""
-        owner, tokens = self._owner, self._owner.chunk_tokens
-        for at, chunk in owner.loads:
-            k, v = chunk.layer(self._index)
-            self._k[0, :, at : at + tokens].copy_(k, non_blocking=True)
-            self._v[0, :, at : at + tokens].copy_(v, non_blocking=True)
+        owner = self._owner
+        for run in owner.loads:
+            k, v = run.first.span(run.count, self._index)
+            self._chunks(self._k, run).copy_(k, non_blocking=True)
+            self._chunks(self._v, run).copy_(v, non_blocking=True)
         start, stop = owner.length, owner.length + key_states.shape[2]
         self._k[:, :, start:stop] = key_states
         self._v[:, :, start:stop] = value_states
-        for at, chunk in owner.stores:
-            k, v = chunk.layer(self._index)
-            k.copy_(self._k[0, :, at : at + tokens], non_blocking=True)
-            v.copy_(self._v[0, :, at : at + tokens], non_blocking=True)
+        for run in owner.stores:
+            k, v = run.first.span(run.count, self._index)
+            k.copy_(self._chunks(self._k, run), non_blocking=True)
+            v.copy_(self._chunks(self._v, run), non_blocking=True)
         return self._k, self._v
+
+    def _chunks(self, buffer: torch.Tensor, run: Run) -> torch.Tensor:
+        """The run's part of a buffer as ``[count, kv_heads, chunk_tokens, dim]``."""
+        tokens = self._owner.chunk_tokens
+        part = buffer[0, :, run.position : run.position + run.count * tokens]
+        return part.view(part.shape[0], run.count, tokens, -1).transpose(0, 1)
 
     def get_mask_sizes(self, query: int | torch.Tensor, *_: Any) -> tuple[int, int]:
         """All keys up to the end of the last block the queries reach."""
@@ -136,23 +167,23 @@ class LayerwiseCache(Cache):
 
     Attributes:
         length: Tokens whose KV is in place, or will be when their layer runs.
-        loads: ``(position, chunk)`` to copy in during the next forward.
-        stores: ``(position, chunk)`` to copy out during the next forward.
+        loads: Stored chunks to copy in during the next forward.
+        stores: Chunks to fill during the next forward.
     """
 
     def __init__(self, buffer: RowBuffer, chunk_tokens: int) -> None:
         self.buffer = buffer
         self.chunk_tokens = chunk_tokens
         self.length = 0
-        self.loads: list[tuple[int, ChunkTensors]] = []
-        self.stores: list[tuple[int, ChunkTensors]] = []
+        self.loads: list[Run] = []
+        self.stores: list[Run] = []
         super().__init__(layers=[_Layer(self, i) for i in range(len(buffer.keys))])
 
     def begin(
         self,
         start: int,
-        loads: Iterable[tuple[int, ChunkTensors]] = (),
-        stores: Iterable[tuple[int, ChunkTensors]] = (),
+        loads: Iterable[Run] = (),
+        stores: Iterable[Run] = (),
     ) -> None:
         """Prepare a forward whose first query has position ``start``."""
         self.length = start
@@ -165,8 +196,24 @@ class LayerwiseCache(Cache):
         self.loads, self.stores = [], []
 
 
-def at_positions(
+def in_runs(
     chunks: Mapping[int, ChunkTensors], indices: Iterable[int], chunk_tokens: int
-) -> list[tuple[int, ChunkTensors]]:
-    """Pair each chunk with the position of its first token."""
-    return [(index * chunk_tokens, chunks[index]) for index in indices]
+) -> list[Run]:
+    """Join chunks that follow each other in the prompt and in memory.
+
+    Args:
+        chunks: By index within the prompt.
+        indices: Which of them, ascending.
+        chunk_tokens: Tokens per chunk.
+    """
+    runs: list[Run] = []
+    for index in indices:
+        chunk, position = chunks[index], index * chunk_tokens
+        if runs:
+            last = runs[-1]
+            adjacent = last.position + last.count * chunk_tokens == position
+            if adjacent and last.first.index + last.count == chunk.index:
+                last.count += 1
+                continue
+        runs.append(Run(position, 1, chunk))
+    return runs

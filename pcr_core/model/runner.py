@@ -19,7 +19,7 @@ from pcr_core.model.layerwise_cache import (
     ChunkTensors,
     LayerwiseCache,
     RowBuffer,
-    at_positions,
+    in_runs,
 )
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.prefill_plan import Cuts, Segment, plan_prefill, usable_chunks
@@ -134,8 +134,8 @@ class Runner:
         stores = [index for index in segment.stores if index in io.sinks]
         row.cache.begin(
             segment.start,
-            at_positions(io.sources, segment.loads, self._chunk_tokens),
-            at_positions(io.sinks, stores, self._chunk_tokens),
+            in_runs(io.sources, segment.loads, self._chunk_tokens),
+            in_runs(io.sinks, stores, self._chunk_tokens),
         )
         part = tokens[segment.start : segment.stop]
         logits = self.forward_range(row, part, segment.start)

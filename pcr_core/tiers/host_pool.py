@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pcr_core.errors import ConfigError
 from pcr_core.index.chunk import ChunkLayout
+from pcr_core.tiers.memory import populate
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _PAGE = 4096
@@ -38,6 +39,19 @@ class Slot:
         """
         keys, values = self._layers[i]
         return keys[self.index], values[self.index]
+
+    def span(self, count: int, i: int) -> tuple[Tensor, Tensor]:
+        """Layer ``i`` of this slot and the ``count - 1`` after it, in one view each.
+
+        Slots whose ``index`` follow each other are neighbours in memory, so a run of
+        them is copied in one operation.
+
+        Returns:
+            K ``[count, kv_heads, chunk_tokens, k_dim]`` and V likewise.
+        """
+        keys, values = self._layers[i]
+        stop = self.index + count
+        return keys[self.index : stop], values[self.index : stop]
 
     def __repr__(self) -> str:
         return f"Slot({self.index})"
@@ -78,7 +92,9 @@ class HostPool:
         slab = raw[start : start + size]
         self._bytes = slab.numpy().data
         self._layers = _layer_views(slab, layout, self.capacity)
+        self._address = slab.data_ptr()
         self._fresh = 0
+        self._populated = self.capacity if pin_memory else 0
         self._freed: list[int] = []
         self._lent = bytearray(self.capacity)
 
@@ -104,6 +120,26 @@ class HostPool:
         self._lent[index] = 1
         start = index * self._nbytes
         return Slot(index, self._bytes[start : start + self._nbytes], self._layers)
+
+    def populate_next(self, ahead: int) -> bool:
+        """Have the kernel back one more slot with memory, ahead of its first use.
+
+        The first write to a page costs a fault; for the KV of a prompt that adds up
+        to several per cent of its prefill. Meant for idle moments.
+
+        Args:
+            ahead: Bytes beyond the slots in use that may be populated.
+
+        Returns:
+            Whether it did anything; ``False`` when enough is populated.
+        """
+        limit = min(self.capacity, self._fresh + ahead // self._nbytes)
+        self._populated = max(self._populated, self._fresh)
+        if self._populated >= limit:
+            return False
+        populate(self._address + self._populated * self._nbytes, self._nbytes)
+        self._populated += 1
+        return True
 
     def free(self, slot: Slot) -> None:
         """Take a slot back.

@@ -28,6 +28,7 @@ from pcr_core.tiers.lease import Lease, PathChunk
 from pcr_core.tiers.write_back import TroubleLog, WriteBack
 
 _SMALL_QUEUE_BYTES = 64 * 2**20
+_POPULATE_AHEAD = 64 * 2**20
 
 ChunkState = Literal["none", "dram", "ssd"]
 
@@ -164,6 +165,14 @@ class TierManager:
             lease.close()
             raise
         return lease
+
+    def prepare(self) -> bool:
+        """Do a little of what the next request would otherwise wait for.
+
+        Returns:
+            Whether there may be more to do.
+        """
+        return self._pool.populate_next(_POPULATE_AHEAD)
 
     def poll(self) -> None:
         """Take in finished I/O: publish what was read, free what was written."""
