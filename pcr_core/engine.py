@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
@@ -37,7 +38,8 @@ class Engine:
     """A local Hugging Face model whose prompt prefixes are cached in DRAM and on SSD.
 
     All methods may be called from any thread. Use it as a context manager, or call
-    ``close()``; an engine that is still open when the interpreter exits is closed then.
+    ``close()``; an engine that is forgotten, or still open when the interpreter exits,
+    is closed then.
 
     While an engine is open its model runs with the engine's attention function and,
     on a CPU, with repacked linear weights; closing puts everything back.
@@ -71,7 +73,10 @@ class Engine:
         self._runner = service.parts.runner
         self._namespace = service.parts.namespace
         self._loop = service.parts.loop
-        self._at_exit = _close_at_exit(self)
+        self._end = partial(_end, self._door, self._thread, self._pid)
+        atexit.register(self._end)
+        forgotten = weakref.finalize(self, _leave, self._door, self._pid)
+        forgotten.atexit = False
 
     # --- requests ---
 
@@ -107,7 +112,7 @@ class Engine:
         if params.max_tokens > room:
             params = params.model_copy(update={"max_tokens": room})
         keys = chunk_keys(self._namespace, tokens, self._config.chunk_tokens)
-        request = Request(tokens, keys, params, submitted=submitted)
+        request = Request(tokens, keys, params, submitted=submitted, owner=self)
         self._door.put(request)
         return request.completion
 
@@ -238,13 +243,9 @@ class Engine:
 
         Closing twice is harmless. In a forked child it does nothing.
         """
-        if os.getpid() != self._pid:
-            return
         with self._close_lock:
-            self._door.close(EngineClosedError("the engine is closed; build a new one"))
-            if threading.current_thread() is not self._thread:
-                self._thread.join()
-        atexit.unregister(self._at_exit)
+            self._end()
+        atexit.unregister(self._end)
 
     def __enter__(self) -> Engine:
         return self
@@ -309,14 +310,14 @@ def _is_batch(prompt: Any) -> bool:
     )
 
 
-def _close_at_exit(engine: Engine) -> Callable[[], None]:
-    """Close the engine at interpreter exit, without keeping it alive until then."""
-    reference = weakref.ref(engine)
+def _leave(door: Door, pid: int) -> None:
+    """Let the thread of a forgotten engine end, without waiting for it."""
+    if os.getpid() == pid:
+        door.close(EngineClosedError("the engine is closed; build a new one"))
 
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
 
-    atexit.register(close)
-    return close
+def _end(door: Door, thread: threading.Thread, pid: int) -> None:
+    """Close the engine and wait until everything is stored and freed."""
+    _leave(door, pid)
+    if os.getpid() == pid and threading.current_thread() is not thread:
+        thread.join()

@@ -313,6 +313,7 @@ class Request:
         params: Sampling parameters.
         completion: Where text, result and errors go.
         submitted: ``time.perf_counter()`` at submit.
+        owner: The engine, kept alive until the request is over.
     """
 
     tokens: list[int]
@@ -320,6 +321,7 @@ class Request:
     params: SamplingParams
     completion: Completion = field(default_factory=Completion)
     submitted: float = field(default_factory=time.perf_counter)
+    owner: object = None
 
     def raise_if_cancelled(self) -> None:
         """Raise ``CancelledError`` once the caller has cancelled."""

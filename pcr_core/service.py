@@ -192,14 +192,7 @@ def _run(door: Door, loop: EngineLoop) -> None:
     """Body of the engine thread. However it ends, nobody is left waiting."""
     reason: BaseException = EngineClosedError("the engine was closed")
     try:
-        while True:
-            requests, calls, closed = door.take(block=not loop.busy and not loop.idle())
-            for request in requests:
-                loop.add(request)
-            for function, future in calls:
-                _answer(function, future)
-            if closed:
-                break
+        while _take_in(door, loop):
             if loop.step() is not None:
                 door.started()
     except BaseException as error:
@@ -215,6 +208,21 @@ def _run(door: Door, loop: EngineLoop) -> None:
         loop.abandon(reason)
         for _, future in calls:
             future.set_exception(reason)
+
+
+def _take_in(door: Door, loop: EngineLoop) -> bool:
+    """Do what is asked from outside; False once the door is closed.
+
+    A function of its own, so that no local variable of the waiting thread keeps an old
+    request, and with it an engine that everybody else has forgotten.
+    """
+    block = not loop.busy and not loop.idle()
+    requests, calls, closed = door.take(block=block)
+    for request in requests:
+        loop.add(request)
+    for function, future in calls:
+        _answer(function, future)
+    return not closed
 
 
 def _answer(function: Callable[[], Any], future: Future[Any]) -> None:

@@ -216,6 +216,7 @@ class _Installed:
         self._layer = layer
         self._tiles = plan.tiles
         self._packed = plan.packed
+        self._trainable = layer.weight.requires_grad
         bias = _bias(layer)
         if plan.packed:
             packed = onednn.pack(layer.weight.detach())
@@ -241,7 +242,7 @@ class _Installed:
         del self._layer.__dict__["forward"]
         if self._packed:
             weight = self._layer.weight.to_dense()
-            self._layer.weight = nn.Parameter(weight, requires_grad=False)
+            self._layer.weight = nn.Parameter(weight, requires_grad=self._trainable)
 
 
 Shape = tuple[int, int, bool]
