@@ -132,6 +132,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._chunks(self._k, run).copy_(k, non_blocking=True)
             self._chunks(self._v, run).copy_(v, non_blocking=True)
         start, stop = owner.length, owner.length + key_states.shape[2]
+        owner.reach = max(owner.reach, stop)
         self._k[:, :, start:stop] = key_states
         self._v[:, :, start:stop] = value_states
         for run in owner.stores:
@@ -167,6 +168,7 @@ class LayerwiseCache(Cache):
 
     Attributes:
         length: Tokens whose KV is in place, or will be when their layer runs.
+        reach: Positions that a forward may have written, a broken one included.
         loads: Stored chunks to copy in during the next forward.
         stores: Chunks to fill during the next forward.
     """
@@ -175,6 +177,7 @@ class LayerwiseCache(Cache):
         self.buffer = buffer
         self.chunk_tokens = chunk_tokens
         self.length = 0
+        self.reach = 0
         self.loads: list[Run] = []
         self.stores: list[Run] = []
         super().__init__(layers=[_Layer(self, i) for i in range(len(buffer.keys))])

@@ -104,8 +104,7 @@ class Runner:
 
     def close_row(self, row: Row) -> None:
         """Give the row's memory back, cleared."""
-        used = min(round_up(row.length + 1, KEY_BLOCK), self._buffer.capacity)
-        self._buffer.clear(used)
+        self._buffer.clear(row.cache.reach)
 
     def prefill(self, row: Row, tokens: Sequence[int], io: ChunkIO) -> Prefilled:
         """KV for all ``tokens`` and the logits of the last.
