@@ -62,7 +62,7 @@ class Corpus:
     questions: tuple[Question, ...]
 
 
-def load_corpus(*, plots: int = 8, questions: int = 36, seed: int = 0) -> Corpus:
+def load_corpus(*, plots: int = 8, questions: int = 32, seed: int = 0) -> Corpus:
     """Read ``plots`` documents and ``questions`` questions about them.
 
     Every document gets the same number of questions, give or take one; their order is

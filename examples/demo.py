@@ -42,7 +42,7 @@ from pcr_core import Engine, EngineConfig
 
 FEWEST = 2  # questions that are asked even when the time is over
 # Shares of the time left that the first two steps may take; the rest is the third's.
-FIRST_SHARE, RESTART_SHARE = 0.4, 0.4
+FIRST_SHARE, RESTART_SHARE = 0.4, 0.35
 
 
 class Clock:
@@ -70,7 +70,7 @@ class Clock:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line of the demo. ``--restarted`` is for its own second process."""
     parser = argparse.ArgumentParser(prog="demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--questions", type=int, default=36, help="how many to ask")
+    parser.add_argument("--questions", type=int, default=32, help="how many to ask")
     parser.add_argument("--documents", type=int, default=8, help="how many to search")
     parser.add_argument("--top", type=int, default=2, help="documents per prompt")
     parser.add_argument("--max-tokens", type=int, default=16, help="per answer")

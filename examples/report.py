@@ -94,7 +94,13 @@ def _cells(number: int, answer: Answer) -> list[str]:
 
 def summary_table(records: Sequence[dict[str, Any]]) -> Table:
     """The summary as a table."""
-    table = Table(title="Time to first token", title_justify="left")
+    table = Table(
+        title="Time to first token, medians",
+        caption="Where hardly any was reused both sides compute the same, so that row "
+        "shows how far equal work is apart on this machine.",
+        title_justify="left",
+        caption_justify="left",
+    )
     table.add_column("KV of the prompt that was reused")
     for name in (
         "requests",
