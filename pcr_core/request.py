@@ -45,7 +45,7 @@ class SamplingParams(BaseModel):
     Attributes:
         max_tokens: Most tokens to generate, at least 1.
         min_tokens: End-of-sequence is impossible before this many tokens.
-        temperature: 0 is greedy.
+        temperature: 0, or less than 1e-5, is greedy.
         top_p, top_k, min_p: Usual truncations; ``1.0``, ``0`` and ``0.0`` are off.
         repetition_penalty: 1.0 is off; over prompt and output.
         presence_penalty, frequency_penalty: Subtracted from the logits of tokens

@@ -52,6 +52,14 @@ class _OutputPenalty(LogitsProcessor):
         return scores - penalty
 
 
+_COLDEST = 1e-5
+"""Below this temperature scores would overflow, and only the best has a chance."""
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < _COLDEST
+
+
 def processors(
     params: SamplingParams, prompt_tokens: int, end_ids: Sequence[int]
 ) -> LogitsProcessorList:
@@ -70,7 +78,7 @@ def processors(
                 prompt_tokens, params.min_tokens, list(end_ids)
             )
         )
-    if params.temperature == 0.0:
+    if _is_greedy(params):
         return chain
     chain.append(TemperatureLogitsWarper(params.temperature))
     if params.top_k:
@@ -88,7 +96,7 @@ class Sampler:
     def __init__(
         self, params: SamplingParams, prompt: Sequence[int], end_ids: Sequence[int]
     ) -> None:
-        self._greedy = params.temperature == 0.0
+        self._greedy = _is_greedy(params)
         self._logprobs: list[float] | None = [] if params.logprobs else None
         self._chain = processors(params, len(prompt), end_ids)
         self._history = list(prompt)
