@@ -7,27 +7,34 @@ import json
 from typing import Any
 
 import torch
+import xxhash
 
 from pcr_core.model.layerwise_cache import LayerwiseCache
 from pcr_core.model.loading import LoadedModel
 
-_SAMPLES = 64
+_PART = 1 << 26  # elements that come from a GPU at a time
 # Fields of a model's configuration that say where it came from, not what it computes.
 _PROVENANCE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
 
 def weights_digest(model: Any) -> bytes:
-    """Digest of name, shape and a strided sample of every parameter.
+    """Digest of name, shape, type and every byte of all parameters and buffers.
 
-    Adapters are parameters too, so a model with another adapter gets another digest.
-    Reads a few values of each parameter instead of all: 0.02 s instead of seconds.
+    Adapters are parameters too, so a model with another adapter gets another digest,
+    and so does one with a single token's embedding changed. Runs at 5 GB/s on a CPU.
     """
     state = hashlib.blake2b(digest_size=32)
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLES)].to("cpu", torch.float64)
-        state.update(f"{name}:{tuple(parameter.shape)}:{parameter.dtype}".encode())
-        state.update(sample.numpy().tobytes())
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in sorted(named, key=lambda item: str(item[0])):
+        state.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
+        state.update(_content_digest(tensor.detach()))
+    return state.digest()
+
+
+def _content_digest(tensor: torch.Tensor) -> bytes:
+    state = xxhash.xxh3_128()
+    for part in torch.split(tensor.reshape(-1), _PART):
+        state.update(part.cpu().view(torch.uint8).numpy())
     return state.digest()
 
 

@@ -136,7 +136,7 @@ def read_verdict(path: Path) -> Verdict | None:
             tuple(int(tail) for tail in found["causal_tails"]), int(found["key_grain"])
         )
         return Verdict(layers, attention, bool(found["shape_independent"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

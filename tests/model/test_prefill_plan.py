@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import hypothesis.strategies as st
@@ -62,7 +63,7 @@ def test_plans(plan: tuple[int, int, frozenset[int], Cuts]) -> None:
     assert loaded == sorted(stored), "each stored chunk is loaded once, in order"
     starts = [(s.start, s.stop) for s in segments]
     assert starts == sorted(starts)
-    assert all(a[1] <= b[0] for a, b in zip(starts, starts[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(starts))
     # Only the last tile runs again, and only where the last chunk was stored.
     last = (tokens - 1) // cuts.align * cuts.align
     whole_prompt_stored = tokens % chunk == 0 and tokens // chunk - 1 in stored

@@ -23,7 +23,7 @@ ASSISTANT = {"role": "assistant", "content": "ok"}
 
 # As Gemma's: no system role; user and assistant take turns.
 STRICT = """{{ bos_token }}{% for m in messages %}\
-{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}\
+{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}\
 {% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
 {{ raise_exception('Conversation roles must alternate') }}{% endif %}\
 <{{ m.role }}>{{ m.content }}{% endfor %}<model>"""

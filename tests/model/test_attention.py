@@ -1,0 +1,245 @@
+"""Attention against torch's own and against stock models; what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.masking_utils import (
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from pcr_core.errors import UnsupportedModelError
+from pcr_core.index.chunk import LayerShape
+from pcr_core.model.attention import (
+    KEY_BLOCK,
+    AttentionPlan,
+    KvAttention,
+    LazyMask,
+    attention_installed,
+    lazy_mask,
+    plan_attention,
+    round_up,
+)
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+SHAPES = [LayerShape(KV_HEADS, DIM, DIM)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def random(heads: int, count: int, dtype: torch.dtype, dim: int = DIM) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(heads * 1000 + count)
+    return torch.randn(1, heads, count, dim, generator=generator).to(dtype)
+
+
+def buffers(length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V with ``length`` real positions, the rest of the buffer arbitrary."""
+    capacity = round_up(length, KEY_BLOCK)
+    return random(KV_HEADS, capacity, dtype), random(KV_HEADS, capacity, dtype) * 3
+
+
+def expected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor
+) -> torch.Tensor:
+    """Stock SDPA in fp64 over expanded heads."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
+    return scaled_dot_product_attention(q.double(), k, v, attn_mask=keep)
+
+
+def run(
+    attention: KvAttention,
+    function: Any,
+    first: int,
+    stop: int,
+    dtype: torch.dtype,
+    length: int,
+) -> torch.Tensor:
+    k, v = buffers(length, dtype)
+    q = random(HEADS, length, dtype)[:, :, first:stop]
+    mask = LazyMask(function, first, stop - first, k.shape[2])
+    out, weights = attention(torch.nn.Identity(), q, k, v, mask)
+    assert weights is None
+    return out[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(
+    ("first", "stop"),
+    [(0, 1), (0, 40), (16, 40), (0, 512), (500, 530), (0, 1100), (700, 701)],
+)
+def test_against_stock(
+    dtype: torch.dtype, window: int | None, first: int, stop: int
+) -> None:
+    function = causal_mask_function
+    if window is not None:
+        function = sliding_window_causal_mask_function(window)
+    attention = KvAttention(AttentionPlan())
+    out = run(attention, function, first, stop, dtype, stop)
+    k, v = buffers(stop, dtype)
+    q = random(HEADS, stop, dtype)[:, :, first:stop]
+    positions = torch.arange(first, stop)[:, None]
+    keys = torch.arange(k.shape[2])[None]
+    keep = keys <= positions
+    if window is not None:
+        keep &= keys > positions - window
+    want = expected(q, k, v, keep)[0].transpose(0, 1)
+    tolerance = 1e-4 if dtype is torch.float32 else 0.05
+    assert torch.allclose(out.double(), want, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 24])
+def test_bits_do_not_depend_on_the_cut(dtype: torch.dtype, window: int | None) -> None:
+    """With the plan that this machine's kernels earned."""
+    function = causal_mask_function
+    if window is not None:
+        function = sliding_window_causal_mask_function(window)
+    attention = KvAttention(plan_attention(HEADS, SHAPES, dtype))
+    length = 1104
+    whole = run(attention, function, 0, length, dtype, length)
+    for first, stop in (
+        *((a, a + 16) for a in range(0, length, 112)),
+        (0, 528),
+        (528, length),
+        (480, 544),
+        (1024, 1104),
+        (1088, 1104),
+    ):
+        part = run(attention, function, first, stop, dtype, length)
+        assert torch.equal(part, whole[first:stop]), (first, stop)
+
+
+def test_what_is_behind_the_last_query_changes_nothing() -> None:
+    attention = KvAttention(AttentionPlan())
+    k, v = buffers(100, torch.float32)
+    q = random(HEADS, 20, torch.float32)
+    results = []
+    for scale in (1.0, -7.0, 1e30):
+        k[:, :, 100:] *= scale
+        v[:, :, 100:] *= scale
+        mask = LazyMask(causal_mask_function, 80, 20, k.shape[2])
+        results.append(attention(torch.nn.Identity(), q, k, v, mask)[0])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_different_head_sizes_of_k_and_v() -> None:
+    q = random(4, 20, torch.float32, 24)
+    k, v = random(4, 512, torch.float32, 24), random(4, 512, torch.float32, 16)
+    mask = LazyMask(causal_mask_function, 0, 20, 512)
+    out, _ = KvAttention(AttentionPlan())(torch.nn.Identity(), q, k, v, mask)
+    assert out.shape == (1, 20, 4, 16)
+    keep = torch.arange(512)[None] <= torch.arange(20)[:, None]
+    want = expected(q, k, v, keep)[0].transpose(0, 1)
+    assert torch.allclose(out[0].double(), want, atol=1e-4)
+
+
+def test_scaling_is_used() -> None:
+    q, (k, v) = random(HEADS, 20, torch.float32), buffers(20, torch.float32)
+    mask = LazyMask(causal_mask_function, 0, 20, 512)
+    attention, module = KvAttention(AttentionPlan()), torch.nn.Identity()
+    default, _ = attention(module, q, k, v, mask)
+    same, _ = attention(module, q, k, v, mask, scaling=DIM**-0.5)
+    other, _ = attention(module, q, k, v, mask, scaling=1.0)
+    assert torch.allclose(default, same)
+    assert not torch.allclose(default, other, atol=1e-2)
+
+
+# --- masks ---
+
+
+def test_a_block_of_the_mask() -> None:
+    mask = LazyMask(sliding_window_causal_mask_function(3), 10, 4, 512)
+    like = torch.zeros(1, dtype=torch.float32)
+    block = mask.block(1, 3, 16, like)
+    assert block.shape == (1, 1, 2, 16)
+    visible = [(block[0, 0, i] == 0).nonzero().flatten().tolist() for i in range(2)]
+    assert visible == [[9, 10, 11], [10, 11, 12]]
+    assert set(block.unique().tolist()) == {0.0, float("-inf")}
+    assert mask.block(1, 3, 16, like) is block, "one per forward, not per layer"
+    assert not mask.causal
+    assert LazyMask(causal_mask_function, 0, 1, 1).causal
+
+
+def test_a_padding_mask_is_refused(tiny_llama: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="padding mask"):
+        lazy_mask(attention_mask=torch.ones(1, 4))
+    ids = torch.ones(2, 6, dtype=torch.long)
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    with (
+        attention_installed(tiny_llama, KvAttention(AttentionPlan())),
+        pytest.raises(UnsupportedModelError, match="set_attn_implementation"),
+    ):
+        tiny_llama(input_ids=ids, attention_mask=padding)
+
+
+@pytest.mark.parametrize("option", ["softcap", "s_aux", "position_bias"])
+def test_what_sdpa_cannot_do_is_refused(option: str) -> None:
+    q, (k, v) = random(HEADS, 20, torch.float32), buffers(20, torch.float32)
+    mask = LazyMask(causal_mask_function, 0, 20, 512)
+    with pytest.raises(UnsupportedModelError, match=option):
+        KvAttention(AttentionPlan())(
+            torch.nn.Identity(), q, k, v, mask, **{option: 30.0}
+        )
+
+
+def test_no_mask_is_refused() -> None:
+    q, (k, v) = random(HEADS, 20, torch.float32), buffers(20, torch.float32)
+    with pytest.raises(UnsupportedModelError, match="without a causal mask"):
+        KvAttention(AttentionPlan())(torch.nn.Identity(), q, k, v, None)
+
+
+# --- in a model ---
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_sliding", "gemma3", "qwen2"])
+def test_whole_models_against_stock(make_tiny_model: Any, kind: str) -> None:
+    from pcr_core.model.layerwise_cache import LayerwiseCache, RowBuffer
+    from pcr_core.model.loading import probe_shapes
+
+    model = make_tiny_model(kind)
+    ids = torch.arange(600)[None] % 250
+    with torch.inference_mode():
+        stock = model(ids).logits
+    buffer = RowBuffer(probe_shapes(model), torch.float32, torch.device("cpu"))
+    buffer.reserve(600)
+    with (
+        torch.inference_mode(),
+        attention_installed(model, KvAttention(AttentionPlan())),
+    ):
+        cache = LayerwiseCache(buffer, 16)
+        cache.begin(0)
+        from pcr_core.model import _compat
+
+        ours = model(ids, **{_compat.cache_argument(model): cache}).logits
+    assert torch.allclose(ours, stock, atol=2e-3)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_name_tells_plans_apart() -> None:
+    names = {
+        KvAttention(plan).name
+        for plan in (
+            AttentionPlan(),
+            AttentionPlan((32,)),
+            AttentionPlan(key_grain=64),
+            AttentionPlan((32,), 64),
+        )
+    }
+    assert len(names) == 4
+    assert KvAttention(AttentionPlan()).name in names
+
+
+def test_the_models_own_attention_is_put_back_after_an_error(tiny_llama: Any) -> None:
+    tiny_llama.set_attn_implementation("eager")
+    with (
+        pytest.raises(ZeroDivisionError),
+        attention_installed(tiny_llama, KvAttention(AttentionPlan())),
+    ):
+        raise ZeroDivisionError
+    assert tiny_llama.config._attn_implementation == "eager"
