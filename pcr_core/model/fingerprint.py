@@ -34,7 +34,7 @@ def weights_digest(model: Any) -> bytes:
 def _content_digest(tensor: torch.Tensor) -> bytes:
     state = xxhash.xxh3_128()
     for part in torch.split(tensor.reshape(-1), _PART):
-        state.update(part.cpu().view(torch.uint8).numpy())
+        state.update(part.cpu().view(torch.uint8).numpy().data)
     return state.digest()
 
 

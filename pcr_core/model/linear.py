@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pcr_core.memory import page_out
 from pcr_core.model import onednn
 from pcr_core.model.row_tiles import (
     SIZES,
@@ -219,8 +220,10 @@ class _Installed:
         self._trainable = layer.weight.requires_grad
         bias = _bias(layer)
         if plan.packed:
-            packed = onednn.pack(layer.weight.detach())
+            plain = layer.weight.detach()
+            packed = onednn.pack(plain)
             layer.weight = nn.Parameter(packed, requires_grad=False)
+            page_out(plain.data_ptr(), plain.nbytes)
             self._kernel: Kernel = PackedKernel(packed, bias)
         else:
             self._kernel = PlainKernel(layer.weight.detach(), bias)

@@ -94,7 +94,7 @@ def _from_pretrained(config: EngineConfig, tokenizer: Any) -> tuple[str, Any, An
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(source, **_only_gguf(options))
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except Exception as error:  # file formats and remote code raise their own kinds
         raise ModelError(
             f"transformers cannot load {config.model or source!r}: {error}"
         ) from error

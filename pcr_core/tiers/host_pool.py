@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pcr_core.errors import ConfigError
 from pcr_core.index.chunk import ChunkLayout
-from pcr_core.tiers.memory import populate
+from pcr_core.memory import populate
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _PAGE = 4096
