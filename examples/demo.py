@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from rich.console import Console
 
@@ -78,6 +79,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="hub id, folder or .gguf file (a small one)")
     parser.add_argument("--cache-dir", type=Path, default=Path(".demo-cache"))
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--namespace", default="", help=argparse.SUPPRESS)
     parser.add_argument("--restarted", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -92,6 +94,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         dram_bytes="1GiB",
         ssd_bytes="2GiB",
         exact=True,
+        threads=options.threads,
     )
 
 
@@ -158,7 +161,8 @@ def run_restarted(
 ) -> list[Answer]:
     """Ask the same questions in a fresh process and show its answers as they come."""
     command = [sys.executable, "-m", "examples.demo", "--restarted"]
-    for name in ("documents", "top", "max_tokens", "cache_dir", "namespace"):
+    copied = ("documents", "top", "max_tokens", "cache_dir", "namespace", "threads")
+    for name in copied:
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     command += ["--questions", str(options.questions)]
     command += ["--seconds", str(clock.part(RESTART_SHARE).left)]
@@ -267,6 +271,9 @@ def conclude(console: Console, results: dict[str, Any], *, elapsed: float) -> No
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit status, 1 if an answer differs."""
     options = parse_arguments(argv)
+    # One team of torch threads for the engine; the embedder, on this thread, does
+    # without: two teams on the same cores slow each other down (docs/architecture.md).
+    torch.set_num_threads(1)
     clock = Clock(options.seconds)
     corpus = load_corpus(plots=options.documents, questions=options.questions)
     if options.restarted:
