@@ -104,8 +104,8 @@ def print_machine() -> dict[str, Any]:
     print("  ".join(f"{name} {value}" for name, value in found.items()))
     if found["load_average"] > 0.5:
         print(
-            f"WARNING: load average {found['load_average']:.1f}: other work is running; "
-            "torch threads spin, so figures may be several times too slow. Run alone."
+            f"WARNING: load average {found['load_average']:.1f}; if other work is "
+            "running: torch threads spin, so figures may be several times too slow. Run alone."
         )
     return found
 

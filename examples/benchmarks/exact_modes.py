@@ -98,7 +98,8 @@ def measure(dtype: str, options: Any, folder: Path) -> list[list[str]]:
         }
 
     def cell(name: str) -> str:
-        return f"{Spread.of(sample[name]).ms()} = {ratios(sample[name], sample['stock']).median:.2f}"
+        ratio = ratios(sample[name], sample["stock"])
+        return f"{Spread.of(sample[name]).ms()} = {ratio.median:.2f}"
 
     bytes_per_token = sum(
         shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in loaded.shapes

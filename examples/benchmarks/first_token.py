@@ -1,4 +1,4 @@
-"""Time to first token: cold, from DRAM, from SSD after a restart, beside plain transformers.
+"""Time to first token: cold, from DRAM, from SSD, beside plain transformers.
 
     python -m examples.benchmarks.first_token
 

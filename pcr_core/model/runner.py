@@ -24,6 +24,8 @@ from pcr_core.model.layerwise_cache import (
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.prefill_plan import Cuts, Segment, plan_prefill, usable_chunks
 
+_READY_BYTES = 48 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkIO:
@@ -84,6 +86,9 @@ class Runner:
         self._device = loaded.device
         self._chunk_tokens = chunk_tokens
         self.cuts = cuts
+        self._shapes = loaded.shapes
+        self._itemsize = loaded.dtype.itemsize
+        self._window = loaded.context_window
         self._buffer = RowBuffer(loaded.shapes, loaded.dtype, loaded.device)
         self._cache_argument = _compat.cache_argument(loaded.model)
         self._partial_logits = _compat.takes_logits_to_keep(loaded.model)
@@ -96,6 +101,18 @@ class Runner:
     def usable_chunks(self, tokens: int) -> int:
         """How many leading chunks of a prompt of ``tokens`` tokens may be read."""
         return usable_chunks(tokens, self._chunk_tokens, self.cuts)
+
+    def make_ready(self) -> None:
+        """Allocate and touch a buffer, so that the first request need not.
+
+        As long as the context window, but at most ``_READY_BYTES``.
+        """
+        per_token = sum(
+            shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in self._shapes
+        )
+        affordable = _READY_BYTES // (per_token * self._itemsize)
+        self._buffer.reserve(min(self._window, affordable))
+        self._buffer.clear(self._buffer.capacity)
 
     def open_row(self, tokens: int) -> Row:
         """A row with room for ``tokens`` tokens (padding is added here)."""

@@ -61,6 +61,7 @@ def model_prepared(
                 ("tenant", config.namespace.encode()),
                 ("kv", probe.identity_digest(runner, loaded)),
             ]
+            runner.make_ready()
             yield runner, Namespace.of(fields)
     finally:
         delattr(loaded.model, _IN_USE)
