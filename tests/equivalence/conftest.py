@@ -184,11 +184,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True)
-def _record_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation_module, "Sampler", Recorder)
-
-
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("probes")
@@ -214,7 +209,9 @@ def world(
             assert made[name].runner.cuts.name == cuts
         return made[name]
 
-    yield get
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation_module, "Sampler", Recorder)
+        yield get
     for one in made.values():
         one.close()
 

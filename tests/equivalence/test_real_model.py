@@ -1,0 +1,70 @@
+"""SmolLM2 on real text: cold, from DRAM and, after a restart, from SSD."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pcr_core import Engine, EngineConfig, Result, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=6, logprobs=True)
+CHUNK = 64
+
+
+def prompts() -> list[str]:
+    """Two questions of about 700 tokens over the same beginning: this library's docs."""
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "docs" / "storage-format.md").read_text(encoding="utf-8")
+    assert len(text) > 3600
+    shared, own = text[:2200], text[2200:3000]
+    return [
+        f"{shared}\n{own}\nQuestion: How is a chunk named?\nAnswer:",
+        f"{shared}\nQuestion: {json.dumps(own[::-1])} What is an index?\nAnswer:",
+    ]
+
+
+def answers(engine: Engine) -> list[Result]:
+    return [engine.generate(prompt, PARAMS) for prompt in prompts()]
+
+
+def bits(results: list[Result]) -> list[tuple[list[int], list[float] | None]]:
+    return [(result.token_ids, result.logprobs) for result in results]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_cold_dram_and_ssd_say_the_same(
+    smollm2_dir: Path, tmp_path: Path, dtype: str
+) -> None:
+    config = EngineConfig(
+        model=str(smollm2_dir),
+        dtype=dtype,
+        cache_dir=tmp_path,
+        chunk_tokens=CHUNK,
+        dram_bytes="200MiB",
+        ssd_bytes="200MiB",
+        exact=True,
+    )
+    with Engine(config) as engine:
+        cold, dram = answers(engine), answers(engine)
+        lengths = [result.usage.prompt_tokens for result in cold]
+        assert min(lengths) > 600
+        # The second prompt begins as the first does.
+        assert cold[0].usage.cached_tokens == 0
+        assert cold[1].usage.cached_tokens >= 4 * CHUNK
+        whole = [length // CHUNK * CHUNK for length in lengths]
+        assert [r.usage.cached_by_tier for r in dram] == [{"dram": n} for n in whole]
+    with Engine(config) as engine:
+        ssd = answers(engine)
+        assert ssd[0].usage.cached_by_tier == {"ssd": whole[0]}
+        assert ssd[1].usage.cached_tokens == whole[1]
+        assert ssd[1].usage.cached_by_tier["ssd"] > 0
+        assert engine.stats().exact
+    alone = config.model_copy(update={"namespace": "alone"})
+    with Engine(alone) as engine:
+        # In the other order, the second prompt runs cold.
+        reference = [engine.generate(prompts()[1], PARAMS)]
+        assert reference[0].usage.cached_tokens == 0
+    assert bits(cold) == bits(dram) == bits(ssd)
+    assert bits(reference) == bits(cold[1:])
