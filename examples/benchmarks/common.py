@@ -105,7 +105,7 @@ def print_machine() -> dict[str, Any]:
     if found["load_average"] > 0.5:
         print(
             f"WARNING: load average {found['load_average']:.1f}; if other work is "
-            "running: torch threads spin, so figures may be several times too slow. Run alone."
+            "running, figures may be several times too slow: torch threads spin."
         )
     return found
 
