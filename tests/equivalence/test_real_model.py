@@ -14,7 +14,7 @@ CHUNK = 64
 
 
 def prompts() -> list[str]:
-    """Two questions of about 700 tokens over the same beginning: this library's docs."""
+    """Two questions of about 700 tokens over the same beginning: our own docs."""
     root = Path(__file__).resolve().parents[2]
     text = (root / "docs" / "storage-format.md").read_text(encoding="utf-8")
     assert len(text) > 3600

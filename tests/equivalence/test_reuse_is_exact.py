@@ -92,6 +92,7 @@ STORY = [
     ("lose", {3, 40, 80}, "delete"),
     ("restart",),
     ("ask", LONG[:1040], False),
+    ("ask", tuple(family(1, 300)), False),
 ]
 
 
