@@ -33,13 +33,23 @@ def bits(results: list[Result]) -> list[tuple[list[int], list[float] | None]]:
     return [(result.token_ids, result.logprobs) for result in results]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "threads"),
+    [
+        ("bfloat16", 1),
+        ("float32", 1),
+        # Beside other work two threads take minutes.
+        pytest.param("bfloat16", 2, marks=pytest.mark.slow),
+        pytest.param("float32", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_cold_dram_and_ssd_say_the_same(
-    smollm2_dir: Path, tmp_path: Path, dtype: str
+    smollm2_dir: Path, tmp_path: Path, dtype: str, threads: int
 ) -> None:
     config = EngineConfig(
         model=str(smollm2_dir),
         dtype=dtype,
+        threads=threads,
         cache_dir=tmp_path,
         chunk_tokens=CHUNK,
         dram_bytes="200MiB",
