@@ -17,7 +17,12 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
-_TOKEN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_TOKEN_LAYERS = {
+    "attention",
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+}
 # Rotary embeddings whose frequencies change with the length of the whole sequence:
 # below the original window they do not, so that is the window we can serve.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -157,7 +162,9 @@ def _refuse_recurrent(model: Any) -> None:
             f"{type(model).__name__} is an encoder-decoder model; prefixes can be "
             "reused in decoder-only models"
         )
-    kinds = getattr(config, "layer_types", None) or ()
+    # The second is what some hybrid models had before transformers 5.x unified it.
+    kinds = getattr(config, "layer_types", None)
+    kinds = kinds or getattr(config, "layers_block_type", None) or ()
     others = [
         f"{i} ({kind})" for i, kind in enumerate(kinds) if kind not in _TOKEN_LAYERS
     ]

@@ -60,7 +60,7 @@ RECURRENT = [
     (
         "JambaConfig",
         {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-        "0",
+        r"0 \(\w+\), 2 \(\w+\)",
     ),
     (
         "Qwen3NextConfig",
@@ -78,8 +78,12 @@ RECURRENT = [
         },
         r"0 \(linear_attention\), 2 \(linear_attention\)",
     ),
-    ("RecurrentGemmaConfig", {"head_dim": 16, "lru_width": 64}, "0"),
-    ("BambaConfig", {"attn_layer_indices": [1], "mamba_n_heads": 8}, "0"),
+    ("RecurrentGemmaConfig", {"head_dim": 16, "lru_width": 64}, r"0 \(\w+\), 1 \("),
+    (
+        "BambaConfig",
+        {"attn_layer_indices": [1], "mamba_n_heads": 8},
+        r"0 \(\w+\), 2 \(",
+    ),
 ]
 
 
@@ -259,8 +263,9 @@ def test_a_hub_id_without_a_network() -> None:
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path, tiny_llama: Any) -> None:
+    """Refused by transformers 5.24; before, it made up a tokenizer of 8 tokens."""
     tiny_llama.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="cannot load"):
+    with pytest.raises(ModelError, match=r"cannot load|not this model's"):
         load(EngineConfig(model=str(tmp_path)))
 
 
