@@ -139,6 +139,7 @@ def build(
         pin_memory=loaded.device.type == "cuda",
     )
     lifetimes.callback(tiers.close)
+    lifetimes.callback(runner.close)
     ends = end_token_ids(loaded.model, loaded.tokenizer)
     loop = EngineLoop(runner, loaded.tokenizer, ends, tiers)
     return Parts(loaded, runner, namespace, loop)

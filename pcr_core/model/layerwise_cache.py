@@ -13,7 +13,7 @@ KV of every layer at every step: on a CPU that is a third of a decode step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -80,11 +80,16 @@ class RowBuffer:
         """Make room for ``tokens`` tokens. Contents are lost when the buffer grows."""
         if tokens <= self.capacity:
             return
-        self.keys, self.values = [], []  # free the old before allocating the new
+        self.release()  # the old before allocating the new
         self.capacity = round_up(tokens, KEY_BLOCK)
         for shape in self._shapes:
             self.keys.append(self._zeros(shape.kv_heads, shape.k_dim))
             self.values.append(self._zeros(shape.kv_heads, shape.v_dim))
+
+    def release(self) -> None:
+        """Free the memory."""
+        self.capacity = 0
+        self.keys, self.values = [], []
 
     def clear(self, tokens: int) -> None:
         """Zero the first ``tokens`` positions, so that nothing non-finite stays.
@@ -105,13 +110,29 @@ class RowBuffer:
         )
 
 
+@dataclass(slots=True)
+class _Forward:
+    """What all layers of a cache share.
+
+    Not the cache itself: layers that referred to it would make a cycle, and buffers of
+    closed engines would wait for the collector.
+    """
+
+    buffer: RowBuffer
+    chunk_tokens: int
+    length: int = 0
+    reach: int = 0
+    loads: list[Run] = field(default_factory=list)
+    stores: list[Run] = field(default_factory=list)
+
+
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of ``LayerwiseCache``; positions are kept by the cache."""
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, owner: LayerwiseCache, index: int) -> None:
+    def __init__(self, owner: _Forward, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
         self._index = index
@@ -164,23 +185,42 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class LayerwiseCache(Cache):
-    """The KV of one row during one request. Engine thread only.
-
-    Attributes:
-        length: Tokens whose KV is in place, or will be when their layer runs.
-        reach: Positions that a forward may have written, a broken one included.
-        loads: Stored chunks to copy in during the next forward.
-        stores: Chunks to fill during the next forward.
-    """
+    """The KV of one row during one request. Engine thread only."""
 
     def __init__(self, buffer: RowBuffer, chunk_tokens: int) -> None:
-        self.buffer = buffer
-        self.chunk_tokens = chunk_tokens
-        self.length = 0
-        self.reach = 0
-        self.loads: list[Run] = []
-        self.stores: list[Run] = []
-        super().__init__(layers=[_Layer(self, i) for i in range(len(buffer.keys))])
+        self._forward = _Forward(buffer, chunk_tokens)
+        super().__init__(
+            layers=[_Layer(self._forward, i) for i in range(len(buffer.keys))]
+        )
+
+    @property
+    def buffer(self) -> RowBuffer:
+        """Where the KV is."""
+        return self._forward.buffer
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV is in place, or will be when their layer runs."""
+        return self._forward.length
+
+    @length.setter
+    def length(self, tokens: int) -> None:
+        self._forward.length = tokens
+
+    @property
+    def reach(self) -> int:
+        """Positions that a forward may have written, a broken one included."""
+        return self._forward.reach
+
+    @property
+    def loads(self) -> list[Run]:
+        """Stored chunks to copy in during the next forward."""
+        return self._forward.loads
+
+    @property
+    def stores(self) -> list[Run]:
+        """Chunks to fill during the next forward."""
+        return self._forward.stores
 
     def begin(
         self,
@@ -189,14 +229,14 @@ class LayerwiseCache(Cache):
         stores: Iterable[Run] = (),
     ) -> None:
         """Prepare a forward whose first query has position ``start``."""
-        self.length = start
-        self.loads = list(loads)
-        self.stores = list(stores)
+        self._forward.length = start
+        self._forward.loads = list(loads)
+        self._forward.stores = list(stores)
 
     def end(self, tokens: int) -> None:
         """Note that a forward has added ``tokens`` tokens (padding not counted)."""
-        self.length += tokens
-        self.loads, self.stores = [], []
+        self._forward.length += tokens
+        self._forward.loads, self._forward.stores = [], []
 
 
 def in_runs(

@@ -114,6 +114,10 @@ class Runner:
         self._buffer.reserve(min(self._window, affordable))
         self._buffer.clear(self._buffer.capacity)
 
+    def close(self) -> None:
+        """Give the working memory back."""
+        self._buffer.release()
+
     def open_row(self, tokens: int) -> Row:
         """A row with room for ``tokens`` tokens (padding is added here)."""
         self._buffer.reserve(round_up(tokens, max(self.cuts.pad, KEY_BLOCK)))

@@ -141,6 +141,16 @@ class HostPool:
         self._populated += 1
         return True
 
+    def close(self) -> None:
+        """Give the slab back, although somebody may still hold a closed engine.
+
+        A slot that is still lent, to a thread that hangs in a system call, keeps it.
+        """
+        self._bytes = memoryview(b"")
+        self._layers = []
+        self._freed = []
+        self._fresh = self._populated = self.capacity  # nothing can be handed out
+
     def free(self, slot: Slot) -> None:
         """Take a slot back.
 

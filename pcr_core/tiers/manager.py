@@ -276,6 +276,8 @@ class TierManager:
         if self._store is not None and joined:
             # Closing the index under a thread that hangs in it would crash.
             self._store.close()
+        self._slots = {}
+        self._pool.close()
 
     # --- parts of a lease ---
 

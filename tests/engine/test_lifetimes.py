@@ -242,3 +242,18 @@ def _held(engine: Engine) -> tuple[int, int, int, int]:
     nodes = list(tiers._tree.nodes())
     pins = sum(node.pins for node in nodes)
     return pins, len(tiers._leases), len(nodes), engine._runner.buffer_bytes
+
+
+def test_a_closed_engine_that_is_still_held_gives_its_memory_back(
+    make_engine: Any,
+) -> None:
+    engine = make_engine()
+    engine.generate(PROMPT, FEW)
+    pool, runner = engine._loop.tiers._pool, engine._runner
+    slab = weakref.ref(pool._layers[0][0].untyped_storage())
+    buffer = weakref.ref(runner._buffer.keys[0])
+    engine.close()
+    assert buffer() is None
+    assert slab() is None
+    assert runner.buffer_bytes == 0
+    assert pool.allocate() is None
