@@ -103,8 +103,19 @@ def _from_pretrained(config: EngineConfig, tokenizer: Any) -> tuple[str, Any, An
         raise ModelError(
             f"transformers cannot load {config.model or source!r}: {error}"
         ) from error
+    _refuse_foreign_tokenizer(model, tokenizer)
     model = torch.nn.Module.to(model, _device(config.device))
     return str(config.model or source), model, tokenizer
+
+
+def _refuse_foreign_tokenizer(model: Any, tokenizer: Any) -> None:
+    """From a folder without a tokenizer transformers 5.0 makes up one of 8 tokens."""
+    tokens, rows = len(tokenizer), model.get_input_embeddings().weight.shape[0]
+    if tokens < rows // 2:
+        raise ModelError(
+            f"the tokenizer has {tokens} tokens and the model {rows}, so it is not this "
+            "model's; save the model's tokenizer beside it, or pass tokenizer="
+        )
 
 
 def _locate(config: EngineConfig) -> tuple[str, dict[str, Any]]:
