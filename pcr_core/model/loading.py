@@ -113,7 +113,7 @@ def _refuse_foreign_tokenizer(model: Any, tokenizer: Any) -> None:
     tokens, rows = len(tokenizer), model.get_input_embeddings().weight.shape[0]
     if tokens < rows // 2:
         raise ModelError(
-            f"the tokenizer has {tokens} tokens and the model {rows}, so it is not this "
+            f"the tokenizer has {tokens} tokens, the model {rows}: it is not this "
             "model's; save the model's tokenizer beside it, or pass tokenizer="
         )
 
