@@ -153,6 +153,11 @@ def run_first(
                 answers.append(answer)
                 show(answer)
         engine.flush()
+    if len(answers) < len(texts):
+        console.print(
+            f"stopped after {len(answers)} of {len(texts)} questions to keep within "
+            f"{options.seconds:.0f} s: this machine is slow or busy"
+        )
     return answers
 
 

@@ -23,9 +23,7 @@ def parse_bytes(size: object) -> int:
         raise ValueError(f"expected bytes as an int or text like '2GiB', not {size!r}")
     if isinstance(size, int):
         if size < 0:
-            raise ValueError(
-                f"a budget cannot be negative ({size}); use 0 to turn it off"
-            )
+            raise ValueError(f"a budget cannot be negative, but is {size}")
         return size
     found = _SIZE.match(size)
     if found is None:
@@ -38,13 +36,19 @@ def parse_bytes(size: object) -> int:
 ByteSize = Annotated[int, BeforeValidator(parse_bytes)]
 
 
+def _names() -> list[str]:
+    return list(EngineConfig.model_fields)
+
+
 def _explain(error: ValidationError) -> str:
     problems = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"]) or "config"
         what = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            what = "there is no such setting; check the spelling"
+            what = f"there is no such setting; known are: {', '.join(_names())}"
+        elif where == "device":
+            what = "must be 'auto', 'cpu', 'cuda' or 'cuda:N'"
         problems.append(f"{where}: {what}")
     return "; ".join(problems)
 
@@ -77,7 +81,7 @@ class EngineConfig(BaseModel):
 
     model: str | None = None
     cache_dir: Path = Path("~/.cache/pcr")
-    dram_bytes: ByteSize = 2 * 1024**3
+    dram_bytes: Annotated[ByteSize, Field(gt=0)] = 2 * 1024**3
     ssd_bytes: ByteSize = 20 * 1024**3
     chunk_tokens: int = Field(default=128, ge=16, le=4096, multiple_of=16)
     exact: bool | None = None

@@ -150,6 +150,8 @@ class Engine:
 
         Shows a progress bar. Returns when the chunks are durable.
         """
+        if isinstance(prompts, str):
+            prompts = [prompts]
         once = SamplingParams(max_tokens=1)
         for prompt in tqdm(list(prompts), desc="warming the cache", unit="prompt"):
             self.submit(prompt, once).result()

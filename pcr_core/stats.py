@@ -194,12 +194,12 @@ class EngineStats:
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line of the table."""
-        exact = "exact" if self.exact else "not exact"
+        exact = f"exact ({self.prefill_cuts})" if self.exact else "not exact"
         return [
             ("model", f"{self.model}, {self.dtype} on {self.device}"),
             (
                 "prefill",
-                f"{exact} ({self.prefill_cuts}), chunks of {self.chunk_tokens}",
+                f"{exact}, chunks of {self.chunk_tokens} tokens",
             ),
             (
                 "finished",

@@ -93,6 +93,7 @@ def load(config: EngineConfig, model: Any = None, tokenizer: Any = None) -> Load
 def _from_pretrained(config: EngineConfig, tokenizer: Any) -> tuple[str, Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    device = _device(config.device)  # first: a wrong one must not cost a conversion
     source, options = _locate(config)
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
@@ -104,7 +105,7 @@ def _from_pretrained(config: EngineConfig, tokenizer: Any) -> tuple[str, Any, An
             f"transformers cannot load {config.model or source!r}: {error}"
         ) from error
     _refuse_foreign_tokenizer(model, tokenizer)
-    model = torch.nn.Module.to(model, _device(config.device))
+    model = torch.nn.Module.to(model, device)
     return str(config.model or source), model, tokenizer
 
 

@@ -69,8 +69,8 @@ def packaged_model_dir(cache_dir: Path, *, convert: Converter | None = None) -> 
                 _convert_into(target, source, convert)
     except OSError as error:
         raise ConfigError(
-            f"the packaged model cannot be converted into {models}: {error}; free "
-            "300 MB there, or set cache_dir to a folder that can be written"
+            f"the packaged model cannot be converted into {models}: {error}; "
+            "set cache_dir to a folder that can be written and has 300 MB free"
         ) from error
     return target
 

@@ -58,7 +58,8 @@ def _checked_ids(tokenizer: Any, prompt: Sequence[Any]) -> list[int]:
     for part in prompt:
         if isinstance(part, bool) or not hasattr(part, "__index__"):
             raise RequestError(
-                f"token ids must be integers, not {type(part).__name__}; for several "
+                "a list as prompt holds token ids (integers) or messages (mappings "
+                f"with 'role' and 'content'), not {type(part).__name__}; for several "
                 "prompts at once call engine.generate with a list of strings"
             )
         token = part.__index__()

@@ -137,7 +137,7 @@ def test_a_full_disk_is_a_config_error_that_names_the_folder(tmp_path, package):
     def convert(source: Path, folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(ConfigError, match=r"No space left on device; free"):
+    with pytest.raises(ConfigError, match=r"No space left on device; set cache_dir"):
         packaged_model_dir(tmp_path, convert=convert)
     assert leftovers(tmp_path) == []
 
