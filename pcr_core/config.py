@@ -6,10 +6,18 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
 
 from pcr_core.errors import ConfigError
 
+_LARGEST = 2**60
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*$", re.IGNORECASE)
 
 
@@ -24,7 +32,11 @@ def parse_bytes(size: object) -> int:
     if isinstance(size, int):
         if size < 0:
             raise ValueError(f"a budget cannot be negative, but is {size}")
+        if size > _LARGEST:
+            raise ValueError(f"{size} bytes is more than any machine has")
         return size
+    if len(size) > 32:
+        raise ValueError("that is not a size; write it like '2GiB' or '500MB'")
     found = _SIZE.match(size)
     if found is None:
         raise ValueError(f"{size!r} is not a size; write it like '2GiB' or '500MB'")
@@ -97,6 +109,24 @@ class EngineConfig(BaseModel):
             super().__init__(**settings)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+
+    @field_validator("cache_dir", mode="after")
+    @classmethod
+    def _usable_path(cls, path: Path) -> Path:
+        try:
+            path.expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{path} names no user's folder: {error}") from None
+        if "\0" in str(path):
+            raise ValueError("a path cannot contain a null character")
+        return path
+
+    @field_validator("namespace")
+    @classmethod
+    def _encodable(cls, text: str) -> str:
+        if not text.isascii():
+            text.encode(errors="strict")  # UnicodeEncodeError is a ValueError
+        return text
 
     @property
     def cache_path(self) -> Path:

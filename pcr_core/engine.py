@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from pcr_core.config import EngineConfig
 from pcr_core.errors import (
+    ConfigError,
     EngineClosedError,
     PromptTooLongError,
     RequestError,
@@ -62,6 +63,11 @@ class Engine:
         model: Any = None,
         tokenizer: Any = None,
     ) -> None:
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"Engine takes an EngineConfig, not {type(config).__name__}; write "
+                "Engine(EngineConfig(model=...))"
+            )
         self._config = config or EngineConfig()
         self._pid = os.getpid()
         self._encode_lock = threading.Lock()
@@ -245,6 +251,9 @@ class Engine:
 
         Closing twice is harmless. In a forked child it does nothing.
         """
+        if threading.current_thread() is self._thread:
+            self._end()  # a listener asks; whoever closes elsewhere holds the lock
+            return
         with self._close_lock:
             self._end()
         atexit.unregister(self._end)
@@ -261,7 +270,7 @@ class Engine:
         if os.getpid() != self._pid:
             raise EngineClosedError(
                 "this engine was created before fork() and its threads are not in this "
-                "process; build an engine in the child"
+                "process; start workers with the 'spawn' method and build one there"
             )
 
     def _checked(self, params: object) -> SamplingParams:
@@ -282,6 +291,8 @@ class Engine:
 
     def _on_engine_thread(self, function: Callable[[], T]) -> T:
         self._check_process()
+        if threading.current_thread() is self._thread:
+            return function()  # a listener asks
         return self._door.call(function).result()
 
     def _collect(self) -> EngineStats:

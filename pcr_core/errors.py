@@ -59,6 +59,9 @@ class PromptTooLongError(RequestError):
             "fewer or shorter documents, or use a model with a longer window"
         )
 
+    def __reduce__(self) -> tuple[type[PromptTooLongError], tuple[int, int]]:
+        return type(self), (self.prompt_tokens, self.context_window)
+
 
 class QueueFullError(RequestError):
     """Too many requests are waiting; try again after some have finished."""

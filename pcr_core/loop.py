@@ -50,22 +50,27 @@ class EngineLoop:
         """Enqueue a request."""
         self._scheduler.add(request)
 
-    def step(self) -> Request | None:
+    def step(self) -> int:
         """Prefill the next request, or decode one token of the running one.
 
-        A request's own failure ends that request only.
+        A request's own failure ends that request only; a waiting request that was
+        cancelled ends at once.
 
         Returns:
-            The request taken from the queue in this step, if one was.
+            How many requests have left the queue in this step.
         """
         self.tiers.poll()
+        gone = self._scheduler.drop_cancelled()
+        for cancelled in gone:
+            self._guard(cancelled, cancelled.raise_if_cancelled)
         if self._active is not None:
             self._guard(self._active.request, self._decode)
-            return None
+            return len(gone)
         request = self._scheduler.next()
-        if request is not None:
-            self._guard(request, lambda: self._start(request))
-        return request
+        if request is None:
+            return len(gone)
+        self._guard(request, lambda: self._start(request))
+        return len(gone) + 1
 
     def idle(self) -> bool:
         """Use a moment without requests; returns whether another would help too."""
@@ -133,7 +138,8 @@ class EngineLoop:
             self._fail(request, wrapped)
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        self._close_active()
+        if self._active is not None and self._active.request is request:
+            self._close_active()
         request.completion.fail(error)
 
     def _close_active(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from pcr_core.errors import CancelledError, RequestError
 from pcr_core.index.chunk import ChunkKey
+
+_log = logging.getLogger("pcr_core.engine")
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -68,7 +71,7 @@ class SamplingParams(BaseModel):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     seed: int | None = None
@@ -255,7 +258,7 @@ class Completion:
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Have ``listener`` called after every change, on the engine thread.
 
-        It must return at once and not raise; an event loop passes
+        It must return at once; what it raises is logged. An event loop passes
         ``lambda: loop.call_soon_threadsafe(event.set)``. If the request is already
         over, it is called now, on the caller's thread.
         """
@@ -263,7 +266,7 @@ class Completion:
             self._listeners.append(listener)
             over = self.done
         if over:
-            listener()
+            _call(listener)
 
     # --- the engine's side ---
 
@@ -300,7 +303,15 @@ class Completion:
             self._changed.notify_all()
             listeners = tuple(self._listeners)
         for listener in listeners:
-            listener()
+            _call(listener)
+
+
+def _call(listener: Callable[[], None]) -> None:
+    """Other requests must not suffer from a listener, such as one of a closed loop."""
+    try:
+        listener()
+    except Exception:
+        _log.exception("a listener of a completion failed")
 
 
 @dataclass(slots=True, eq=False)

@@ -21,6 +21,15 @@ class Scheduler:
         """Take the request to run next, or ``None`` if none waits."""
         return self._waiting.popleft() if self._waiting else None
 
+    def drop_cancelled(self) -> list[Request]:
+        """Take out the waiting requests whose callers have given up."""
+        gone = [r for r in self._waiting if r.completion.cancelled]
+        if gone:
+            self._waiting = deque(
+                r for r in self._waiting if not r.completion.cancelled
+            )
+        return gone
+
     def drain(self) -> list[Request]:
         """Take all waiting requests, for a closing engine to fail."""
         waiting, self._waiting = list(self._waiting), deque()

@@ -81,10 +81,11 @@ class Door:
             calls, self._calls = self._calls, []
             return requests, calls, self._closed is not None
 
-    def started(self) -> None:
-        """One request has left the queue."""
-        with self._changed:
-            self._waiting -= 1
+    def left(self, count: int) -> None:
+        """So many requests have left the queue."""
+        if count:
+            with self._changed:
+                self._waiting -= count
 
     def close(self, reason: BaseException) -> None:
         """Let nobody in any more; wakes the engine thread."""
@@ -194,8 +195,7 @@ def _run(door: Door, loop: EngineLoop) -> None:
     reason: BaseException = EngineClosedError("the engine was closed")
     try:
         while _take_in(door, loop):
-            if loop.step() is not None:
-                door.started()
+            door.left(loop.step())
     except BaseException as error:
         reason = EngineClosedError(
             f"the engine thread died: {error!r}; build a new engine"

@@ -81,10 +81,11 @@ class RowBuffer:
         if tokens <= self.capacity:
             return
         self.release()  # the old before allocating the new
-        self.capacity = round_up(tokens, KEY_BLOCK)
+        capacity = round_up(tokens, KEY_BLOCK)
         for shape in self._shapes:
-            self.keys.append(self._zeros(shape.kv_heads, shape.k_dim))
-            self.values.append(self._zeros(shape.kv_heads, shape.v_dim))
+            self.keys.append(self._zeros(shape.kv_heads, capacity, shape.k_dim))
+            self.values.append(self._zeros(shape.kv_heads, capacity, shape.v_dim))
+        self.capacity = capacity  # last: a failed allocation leaves an empty buffer
 
     def release(self) -> None:
         """Free the memory."""
@@ -104,10 +105,9 @@ class RowBuffer:
         """Bytes held."""
         return sum(buffer.nbytes for buffer in (*self.keys, *self.values))
 
-    def _zeros(self, heads: int, dim: int) -> torch.Tensor:
-        return torch.zeros(
-            1, heads, self.capacity, dim, dtype=self._dtype, device=self._device
-        )
+    def _zeros(self, heads: int, tokens: int, dim: int) -> torch.Tensor:
+        shape = (1, heads, tokens, dim)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
 
 @dataclass(slots=True)

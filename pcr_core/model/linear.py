@@ -33,6 +33,7 @@ _PROBE_FLOPS = 5e11  # bounds the probe of one very large layer to a second or s
 _TIMED_LAYERS = 6
 _COMPARED_ROWS = 512
 _ROUNDS = 4
+_TIMING_SECONDS = 2.0
 _CALL_SECONDS = 10e-6  # what one more call costs in Python
 _PACK_MARGIN = 0.95  # packing must win by this much to be worth touching the weights
 
@@ -184,7 +185,10 @@ def _seconds(kernels: Sequence[Kernel], rows: torch.Tensor) -> dict[int, float]:
     """
     sizes = [size for size in TIMED_SIZES if size <= rows.shape[0]]
     best = dict.fromkeys(sizes, float("inf"))
-    for _ in range(_ROUNDS):
+    until = time.perf_counter() + _TIMING_SECONDS
+    for number in range(_ROUNDS):
+        if number and time.perf_counter() > until:
+            break  # a busy machine: a worse choice beats a long start
         for size in sizes:
             start = time.perf_counter()
             for kernel in kernels:
@@ -206,8 +210,33 @@ def _layers(model: Any) -> Iterator[nn.Linear]:
     for module in model.modules():
         if type(module) is not nn.Linear or module is head:
             continue
-        if id(module.weight) not in shared and module.weight.device.type == "cpu":
+        if id(module.weight) in shared or "forward" in module.__dict__:
+            continue  # tied to another module, or hooked by somebody else
+        shared.add(id(module.weight))
+        if module.weight.device.type == "cpu":
             yield module
+
+
+def all_products_tiled(model: Any) -> bool:
+    """Whether every matrix product on many rows is in a layer that can be tiled.
+
+    Experts held as one 3-D parameter, ``Conv1D`` layers and the like are not: their
+    kernels may choose by shape, and then no probe of a few lengths is proof.
+    """
+    covered = {id(layer.weight) for layer in _layers(model)}
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) or module is head:
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim > 1 and id(parameter) not in covered:
+                return False
+    return True
+
+
+def output_widths(model: Any) -> set[int]:
+    """Widths of what the tiled layers give; activations run on these."""
+    return {layer.out_features for layer in _layers(model)}
 
 
 class _Installed:

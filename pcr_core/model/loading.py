@@ -77,7 +77,6 @@ def load(config: EngineConfig, model: Any = None, tokenizer: Any = None) -> Load
         name, model, tokenizer = _from_pretrained(config, tokenizer)
     else:
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    model.eval()
     _refuse_recurrent(model)
     return LoadedModel(
         model=model,

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,20 @@ import torch
 from pcr_core.model import onednn
 from pcr_core.model.attention import KEY_BLOCK, AttentionPlan
 from pcr_core.model.fingerprint import kv_bytes, kv_digest
-from pcr_core.model.linear import LayerPlan, Shape
+from pcr_core.model.linear import (
+    LayerPlan,
+    Shape,
+    all_products_tiled,
+    output_widths,
+)
 from pcr_core.model.loading import LoadedModel
-from pcr_core.model.prefill_plan import shape_independent
+from pcr_core.model.prefill_plan import ROW_UNIT, shape_independent
 from pcr_core.model.row_tiles import RowTiles
 from pcr_core.model.runner import ChunkIO, Row, Runner
 
 _log = logging.getLogger("pcr_core.model")
 _IDENTITY_TOKENS = 48
+_MOST_ROWS = 1 << 15
 # One forward across a key block, against cuts at one row tile, at odd multiples of it,
 # and past the block.
 _EXACT_TOKENS = KEY_BLOCK + 288
@@ -57,6 +63,40 @@ def identity_digest(runner: Runner, loaded: LoadedModel) -> bytes:
     digest = kv_digest(row.cache, len(tokens))
     runner.close_row(row)
     return digest
+
+
+_GRAIN = 32768  # elements per thread from which torch splits elementwise work
+_VECTORS = 64  # elements of two AVX-512 vectors in bf16: what one iteration takes
+
+
+def elementwise_is_aligned(widths: Iterable[int], threads: int, most_rows: int) -> bool:
+    """Whether torch's split of elementwise work never cuts a vector in two.
+
+    Where a thread's share is no multiple of the vector loop, its last elements are
+    computed by scalar code, and exp, sin and cos round differently there. Which
+    elements these are depends on the number of rows.
+    """
+    for width in widths:
+        for rows in range(ROW_UNIT, most_rows + 1, ROW_UNIT):
+            elements = rows * width
+            used = min(threads, -(-elements // _GRAIN))
+            if -(-elements // used) % _VECTORS:
+                return False
+    return True
+
+
+def may_be_shape_independent(loaded: LoadedModel) -> bool:
+    """Whether what is known to be needed on a CPU is given; call before installing.
+
+    Every product in row tiles, and elementwise work split at whole vectors. A probe of
+    a few lengths could pass by luck without.
+    """
+    if loaded.device.type != "cpu":
+        return True
+    widths = output_widths(loaded.model) | {shape.k_dim for shape in loaded.shapes}
+    most = min(loaded.context_window, _MOST_ROWS)
+    aligned = elementwise_is_aligned(widths, torch.get_num_threads(), most)
+    return aligned and all_products_tiled(loaded.model)
 
 
 def is_shape_independent(loaded: LoadedModel, chunk_tokens: int) -> bool:

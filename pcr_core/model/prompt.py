@@ -48,7 +48,17 @@ def encode_prompt(
 def _encode_text(tokenizer: Any, text: str) -> list[int]:
     bos = tokenizer.bos_token
     has_bos = bool(bos) and text.startswith(bos)
-    ids: list[int] = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+    return _tokenise(tokenizer, text, special=not has_bos)
+
+
+def _tokenise(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    try:
+        ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+    except (TypeError, UnicodeError) as error:
+        raise RequestError(
+            f"the tokenizer cannot read the text ({error}); it may contain half of a "
+            "surrogate pair"
+        ) from error
     return list(ids)
 
 
@@ -62,7 +72,10 @@ def _checked_ids(tokenizer: Any, prompt: Sequence[Any]) -> list[int]:
                 f"with 'role' and 'content'), not {type(part).__name__}; for several "
                 "prompts at once call engine.generate with a list of strings"
             )
-        token = part.__index__()
+        try:
+            token = part.__index__()
+        except TypeError as error:
+            raise RequestError(f"a token id must be one integer: {error}") from error
         if not 0 <= token < size:
             raise RequestError(f"token id {token} is outside the vocabulary of {size}")
         ids.append(token)
@@ -81,8 +94,7 @@ def _encode_chat(
     if not tokenizer.chat_template:
         return _encode_text(tokenizer, plain_chat(messages))
     text = render_chat(tokenizer, messages, tools)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return list(ids)
+    return _tokenise(tokenizer, text, special=False)
 
 
 def _text_content(content: Any) -> str:

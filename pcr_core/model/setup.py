@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pcr_core.config import EngineConfig
-from pcr_core.errors import ConfigError
+from pcr_core.errors import ConfigError, ModelError, UnsupportedModelError
 from pcr_core.index.chunk import Namespace
 from pcr_core.model import probe
 from pcr_core.model.attention import (
@@ -42,6 +42,8 @@ def model_prepared(
             "another engine uses this model object; share that engine or close it"
         )
     setattr(loaded.model, _IN_USE, True)
+    training = loaded.model.training
+    loaded.model.eval()
     try:
         fields = model_fields(loaded)
         path = probe.verdict_path(config.cache_path, loaded, fields)
@@ -64,6 +66,7 @@ def model_prepared(
             runner.make_ready()
             yield runner, Namespace.of(fields)
     finally:
+        loaded.model.train(training)
         delattr(loaded.model, _IN_USE)
 
 
@@ -78,6 +81,7 @@ def choose_cuts(config: EngineConfig, *, exact_is_free: bool) -> Cuts:
 
 def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:
     """Measure this machine, test exactness end to end, and remember both."""
+    eligible = probe.may_be_shape_independent(loaded)
     layers = plan_layers(loaded.model)
     plan = AttentionPlan()
     if loaded.device.type == "cpu":
@@ -87,5 +91,12 @@ def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:
         attention_installed(loaded.model, KvAttention(plan)),
         row_tiles_installed(loaded.model, layers),
     ):
-        exact = probe.is_shape_independent(loaded, chunk_tokens)
+        try:
+            exact = eligible and probe.is_shape_independent(loaded, chunk_tokens)
+            probe.identity_digest(Runner(loaded, chunk_tokens, free()), loaded)
+        except ModelError as error:
+            raise UnsupportedModelError(
+                f"{type(loaded.model).__name__} does not run with the engine's "
+                f"attention function ({error}); its code handles masks its own way"
+            ) from error
     return probe.keep_verdict(path, probe.Verdict(layers, plan, exact))

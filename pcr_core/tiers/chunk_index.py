@@ -168,7 +168,7 @@ class ChunkIndex:
         if self._pid != os.getpid():
             raise StoreError(
                 f"cache_dir {self._folder} was opened before this process was forked; "
-                "start workers with the 'spawn' method, or make the engine in them"
+                "start workers with the 'spawn' method instead"
             )
 
     def is_present(self) -> bool:

@@ -87,7 +87,12 @@ class HostPool:
             )
         self._nbytes = layout.nbytes
         size = self.capacity * layout.nbytes
-        raw = torch.empty(size + _PAGE, dtype=torch.uint8, pin_memory=pin_memory)
+        try:
+            raw = torch.empty(size + _PAGE, dtype=torch.uint8, pin_memory=pin_memory)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"dram_bytes: {size} bytes cannot be had ({error}); use a smaller one"
+            ) from error
         start = -raw.data_ptr() % _PAGE
         slab = raw[start : start + size]
         self._bytes = slab.numpy().data

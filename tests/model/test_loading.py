@@ -222,11 +222,6 @@ def test_dtypes(tiny_llama: Any, tiny_tokenizer: Any, dtype: str) -> None:
     assert loaded.vocabulary == 264
 
 
-def test_a_model_is_put_into_eval_mode(tiny_llama: Any, tiny_tokenizer: Any) -> None:
-    tiny_llama.train()
-    assert not load(CONFIG, tiny_llama, tiny_tokenizer).model.training
-
-
 # --- from a path ---
 
 

@@ -183,3 +183,19 @@ def test_the_probe_fits_a_short_context(
     assert loaded.context_window == 40
     with model_prepared(loaded, config) as (runner, _):
         assert runner.cuts.exact
+
+
+@pytest.mark.parametrize(
+    ("widths", "threads", "aligned"),
+    [
+        ({576, 192, 1536, 64}, 1, True),
+        ({576, 192, 1536, 64}, 2, True),
+        ({4096, 14336, 128}, 2, True),
+        ({4096, 128}, 3, False),  # 592 rows of 128 in three parts cut a vector
+        ({90}, 7, False),
+    ],
+)
+def test_elementwise_work_is_split_at_whole_vectors(
+    widths: set[int], threads: int, aligned: bool
+) -> None:
+    assert probe.elementwise_is_aligned(widths, threads, 8192) is aligned
