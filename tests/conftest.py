@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +46,10 @@ def _load_guard() -> Callable[[], None]:
 
 
 _block_network = _load_guard()
+
+# A shell starts background jobs with Ctrl-C ignored, and some tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test depends on how fast a shared machine is at the moment.
 hypothesis.settings.register_profile(
