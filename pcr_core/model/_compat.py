@@ -2,7 +2,8 @@
 
 Known differences: ``forward(past_key_values=)`` became ``forward(cache=)``; mask
 functions got ``q_length``/``q_offset`` instead of ``cache_position``; a layer's
-``get_mask_sizes`` gets the query length as an int instead of a tensor of positions.
+``get_mask_sizes`` gets the query length as an int instead of a tensor of positions;
+``GgufConfig`` asks for what GGUF loading did without asking.
 """
 
 from __future__ import annotations
@@ -45,3 +46,12 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Any) -> N
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
+
+
+def dequantize_options() -> dict[str, Any]:
+    """Ask GGUF loading for ordinary weights; older transformers knew nothing else."""
+    import transformers
+
+    if not hasattr(transformers, "GgufConfig"):
+        return {}
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}

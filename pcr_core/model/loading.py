@@ -11,6 +11,7 @@ import torch
 from pcr_core.config import EngineConfig
 from pcr_core.errors import ConfigError, ModelError, UnsupportedModelError
 from pcr_core.index.chunk import LayerShape
+from pcr_core.model._compat import dequantize_options
 
 _DTYPES = {
     torch.float32: "F32",
@@ -128,13 +129,7 @@ def _locate(config: EngineConfig) -> tuple[str, dict[str, Any]]:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"model: there is no file {path}")
-        from transformers import GgufConfig
-
-        options = {
-            "gguf_file": path.name,
-            "quantization_config": GgufConfig(dequantize=True),
-        }
-        return str(path.parent), options
+        return str(path.parent), {"gguf_file": path.name, **dequantize_options()}
     looks_local = config.model.startswith((".", "/", "~"))
     if looks_local and not path.is_dir():
         raise ConfigError(f"model: there is no folder {path}")

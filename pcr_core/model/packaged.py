@@ -171,8 +171,10 @@ def convert_gguf(source: Path, folder: Path) -> None:
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from pcr_core.model import _compat
+
     where, file = str(source.parent), source.name
-    options = _dequantize_options()
+    options = _compat.dequantize_options()
     with tqdm(total=4, desc=f"Converting {source.stem} (once)", unit="step") as bar:
         tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=file)
         tokenizer.save_pretrained(folder)
@@ -186,15 +188,6 @@ def convert_gguf(source: Path, folder: Path) -> None:
         bar.update()
         _verify(folder, model, tokenizer)
         bar.update()
-
-
-def _dequantize_options() -> dict[str, Any]:
-    """Ask for ordinary weights; older transformers knew nothing else."""
-    import transformers
-
-    if not hasattr(transformers, "GgufConfig"):
-        return {}
-    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
 def _verify(folder: Path, model: Any, tokenizer: Any) -> None:
