@@ -22,6 +22,7 @@ from torch.nn import functional
 from pcr_core.memory import page_out
 from pcr_core.model import onednn
 from pcr_core.model.row_tiles import (
+    COARSE_SIZES,
     SIZES,
     TIMED_SIZES,
     RowTiles,
@@ -29,7 +30,7 @@ from pcr_core.model.row_tiles import (
     interpolate,
 )
 
-_PROBE_FLOPS = 5e11  # bounds the probe of one very large layer to a second or so
+_LARGE_WEIGHT = 6_000_000  # elements; up to here all sizes take a second or two
 _TIMED_LAYERS = 6
 _COMPARED_ROWS = 512
 _ROUNDS = 4
@@ -125,18 +126,22 @@ def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
 def measure(layers: Sequence[nn.Linear]) -> LayerPlan:
     """Find the kernel and the tiles for layers of one shape.
 
-    Compares candidate tile sizes bit for bit on up to 2048 rows of noise (fewer for a
-    layer so large that this would take seconds), and times some of them on several
-    layers in turn, so that weights come from memory as they do in a forward.
+    Compares candidate tile sizes bit for bit on noise (only powers of two, for a layer
+    so large that all of them would take many seconds), and times some of them on
+    several layers in turn, so that weights come from memory as they do in a forward.
     """
-    weights = [layer.weight.detach() for layer in layers[:_TIMED_LAYERS]]
+    large = layers[0].weight.numel() > _LARGE_WEIGHT
+    sizes = COARSE_SIZES if large else SIZES
+    weights = [
+        layer.weight.detach() for layer in layers[: 2 if large else _TIMED_LAYERS]
+    ]
     bias = _bias(layers[0])
     rows = _noise(weights[0])
-    plain = best_class(_classes([PlainKernel(w, bias) for w in weights], rows))
+    plain = best_class(_classes([PlainKernel(w, bias) for w in weights], rows, sizes))
     if not onednn.supports(weights[0].dtype):
         return LayerPlan(False, plain)
     packs = [PackedKernel(onednn.pack(w), bias) for w in weights]
-    packed = best_class(_classes(packs, rows))
+    packed = best_class(_classes(packs, rows, sizes))
     dearer = {size: cost / _PACK_MARGIN for size, cost in packed.costs.items()}
     if best_class([plain.costs, dearer]).costs is plain.costs:
         return LayerPlan(False, plain)
@@ -144,22 +149,22 @@ def measure(layers: Sequence[nn.Linear]) -> LayerPlan:
 
 
 def _noise(weight: torch.Tensor) -> torch.Tensor:
-    """As many rows as can be compared at all sizes within ``_PROBE_FLOPS``."""
-    affordable = _PROBE_FLOPS / (4 * weight.numel() * len(SIZES))
-    count = max((size for size in SIZES if size <= affordable), default=TIMED_SIZES[3])
+    """As many rows as the largest tile has."""
     noise = torch.Generator().manual_seed(0)
-    return torch.randn(count, weight.shape[1], generator=noise).to(weight.dtype)
+    return torch.randn(max(SIZES), weight.shape[1], generator=noise).to(weight.dtype)
 
 
-def _classes(kernels: Sequence[Kernel], rows: torch.Tensor) -> list[dict[int, float]]:
+def _classes(
+    kernels: Sequence[Kernel], rows: torch.Tensor, sizes: Sequence[int]
+) -> list[dict[int, float]]:
     """Group tile sizes whose results agree on every row; sizes -> seconds.
 
     A class is represented by all rows in tiles of its first size; a further size is
     compared on one tile, or on as many as make ``_COMPARED_ROWS``.
     """
-    seconds = _seconds(kernels, rows)
+    seconds = _seconds(kernels, rows, [size for size in TIMED_SIZES if size in sizes])
     found: list[tuple[torch.Tensor, dict[int, float]]] = []
-    for size in (size for size in SIZES if size <= rows.shape[0]):
+    for size in sizes:
         result = _tiled(kernels[0], rows, size, size * max(1, _COMPARED_ROWS // size))
         cost = seconds[size] if size in seconds else interpolate(seconds, size)
         for seen, group in found:
@@ -178,12 +183,13 @@ def _tiled(kernel: Kernel, rows: torch.Tensor, size: int, most: int) -> torch.Te
     return torch.cat([kernel(part) for part in torch.split(whole, size)])
 
 
-def _seconds(kernels: Sequence[Kernel], rows: torch.Tensor) -> dict[int, float]:
+def _seconds(
+    kernels: Sequence[Kernel], rows: torch.Tensor, sizes: Sequence[int]
+) -> dict[int, float]:
     """Time per call by tile size: the best of a few rounds, as interference only adds.
 
     The sizes take turns within a round, so that a slow moment hits all of them.
     """
-    sizes = [size for size in TIMED_SIZES if size <= rows.shape[0]]
     best = dict.fromkeys(sizes, float("inf"))
     until = time.perf_counter() + _TIMING_SECONDS
     for number in range(_ROUNDS):

@@ -22,6 +22,9 @@ TIMED_SIZES = (16, 32, 64, 96, 128, 192, 256, 512, 1024)
 SIZES = (*range(16, 256, 16), *range(256, 2049, 64))
 """All candidate tiles; the others' cost is interpolated."""
 
+COARSE_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
+"""The candidates for layers on which comparing all of them would take too long."""
+
 _JUDGED = (32, 128, 1088)
 """Row counts a class is judged by: two questions after a hit, and a cold prefill."""
 

@@ -20,7 +20,7 @@ from pcr_core.model.linear import (
     plan_layers,
     row_tiles_installed,
 )
-from pcr_core.model.row_tiles import RowTiles
+from pcr_core.model.row_tiles import COARSE_SIZES, SIZES, RowTiles
 
 DTYPES = [torch.float32, torch.bfloat16]
 MOST = 200
@@ -68,7 +68,7 @@ def _tiles(layer: nn.Linear, packed: bool) -> RowTiles:
         if packed
         else linear.PlainKernel(weight, bias)
     )
-    return linear.best_class(linear._classes([kernel], linear._noise(weight)))
+    return linear.best_class(linear._classes([kernel], linear._noise(weight), SIZES))
 
 
 def noise(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -182,3 +182,14 @@ def test_a_measured_class_agrees_bit_for_bit() -> None:
     plan = measure([layer])
     assert plan.tiles.costs
     assert all(seconds > 0 for seconds in plan.tiles.costs.values())
+
+
+def test_a_large_layer_still_gets_large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a cold prompt would stream its weights for every few rows."""
+    monkeypatch.setattr(linear, "_LARGE_WEIGHT", 0)
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 96)
+    tiles = linear.measure([layer]).tiles
+    assert set(tiles.costs) <= set(COARSE_SIZES)
+    assert max(tiles.costs) >= 512
+    assert len(tiles.plan(1024)) <= 2
