@@ -323,6 +323,7 @@ class Request:
         keys: Chunk keys of every full chunk of the prompt, root first.
         params: Sampling parameters.
         completion: Where text, result and errors go.
+        usable: How many leading chunks may be read rather than computed.
         submitted: ``time.perf_counter()`` at submit.
         owner: The engine, kept alive until the request is over.
     """
@@ -331,6 +332,7 @@ class Request:
     keys: Sequence[ChunkKey]
     params: SamplingParams
     completion: Completion = field(default_factory=Completion)
+    usable: int = 0
     submitted: float = field(default_factory=time.perf_counter)
     owner: object = None
 

@@ -1,39 +1,45 @@
 """DRAM -> SSD: which chunks are written, what makes room for them, what came of it.
 
-Write-through and best effort: a chunk is queued as soon as it is complete, the queue is
-bounded, and whatever cannot be written is dropped and counted. Engine thread only.
+Best effort: a policy says when a chunk is worth writing, the queue is bounded, and
+whatever cannot be written is dropped and counted. Nothing here blocks. Engine thread
+only.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.index.prefix_tree import Disk, Event, Host, Node, PrefixTree
+from pcr_core.index.node import Disk, Event, Host, Node
+from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
 from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId
 from pcr_core.tiers.chunk_index import Record
 from pcr_core.tiers.chunk_store import ChunkStore
+from pcr_core.tiers.dram import DramTier
+from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.jobs import DeleteJob, Io, TouchJob, WriteJob, WriteOutcome
+from pcr_core.tiers.trouble import TroubleLog
+from pcr_core.tiers.write_policy import WritePolicy
 
+_LEAVING = 16
+"""Writes under way beyond which a chunk that leaves DRAM is dropped, not written."""
 _TOUCH_BATCH = 512
 """Recency of this many chunks is kept back, at most, until a write carries it along."""
 
 
-class TroubleLog:
-    """Logs each kind of trouble once, so that a full disk does not fill the log too."""
+@dataclass(frozen=True, slots=True)
+class Unsaved:
+    """What it takes to write a chunk that is only in DRAM.
 
-    def __init__(self) -> None:
-        self._log = logging.getLogger("pcr_core.tiers")
-        self._seen: set[str] = set()
+    Attributes:
+        chunk: Its identity.
+        ancestors: Keys of the chunks before it, root first.
+    """
 
-    def once(self, kind: str, message: str, error: BaseException | None = None) -> None:
-        """Log ``message`` at warning level unless ``kind`` was logged before."""
-        if kind not in self._seen:
-            self._seen.add(kind)
-            detail = f": {error}" if error is not None else ""
-            self._log.warning("%s%s (further ones are only counted)", message, detail)
+    chunk: ChunkId
+    ancestors: Sequence[ChunkKey]
 
 
 class WriteBack:
@@ -41,25 +47,39 @@ class WriteBack:
 
     Args:
         tree: States; this class moves the disk states.
+        dram: Where the bytes are.
         store: The SSD tier.
         io: Runs the jobs.
+        fmt: What a chunk file looks like.
+        policy: When a chunk is written.
         stats: Where outcomes are counted.
         trouble: Where failures are logged.
+        log: Where departures are remembered.
     """
 
     def __init__(
         self,
         tree: PrefixTree,
+        dram: DramTier,
         store: ChunkStore,
         io: Io,
+        fmt: ChunkFormat,
+        policy: WritePolicy,
+        *,
         stats: StoreCounters,
         trouble: TroubleLog,
+        log: EvictionLog,
     ) -> None:
         self._tree = tree
+        self._dram = dram
         self._store = store
         self._io = io
+        self._format = fmt
+        self._policy = policy
         self._stats = stats
         self._trouble = trouble
+        self._log = log
+        self._unsaved: dict[Node, Unsaved] = {}
         self._writing: dict[WriteJob, Node] = {}
         self._deleting: dict[DeleteJob, int] = {}
         self._doomed: set[ChunkKey] = set()
@@ -80,6 +100,11 @@ class WriteBack:
             self._trouble.once("index", "the cache index cannot be read", error)
             return {}
 
+    def adopt(self, keys: Iterable[ChunkKey]) -> None:
+        """Take in chunks that another engine or process has stored."""
+        for key, record in self.find(keys).items():
+            self._tree.add_stored(key, record.parent, record.size, record.stamp)
+
     def resync(self) -> None:
         """Bring the disk states in line with the index, after others changed it."""
         try:
@@ -96,36 +121,91 @@ class WriteBack:
 
     # --- what is written and removed ---
 
-    def store(
-        self,
-        path: list[Node],
-        chunks: list[ChunkId],
-        fmt: ChunkFormat,
-        view: Callable[[Node], memoryview],
-    ) -> None:
-        """Queue every complete chunk of a path that is not on SSD, root first.
+    def used(self, path: Sequence[Node], chunks: Sequence[ChunkId]) -> None:
+        """A request has used a path: queue what the policy wants written, root first.
 
         Making room never evicts a chunk used more recently than the one to be
         written: a path longer than the budget keeps its head, whatever its length.
         """
-        used = self._used_bytes(len(path) * fmt.file_nbytes)
-        for node, chunk in zip(path, chunks, strict=True):
+        keys = [node.key for node in path]
+        wanted = []
+        for index, (node, chunk) in enumerate(zip(path, chunks, strict=True)):
             if node.disk is Disk.STORED:
                 self._touched[node.key] = node.last_used
-            if node.host is not Host.READY or node.disk is not Disk.NONE:
-                continue
-            used -= self._make_room(node, used + fmt.file_nbytes)
-            if used + fmt.file_nbytes > self._store.budget_bytes:
-                self._stats.write_drops += 1
-                continue
-            used += fmt.file_nbytes
-            self._tree.advance_disk(node, Event.WRITE)
-            replace = node.key in self._unreadable
-            job = WriteJob(fmt, chunk, view(node), node.last_used, replace=replace)
-            self._writing[job] = node
-            self._io.write(job)
+            elif node.host is Host.READY and node.disk is Disk.NONE:
+                self._unsaved[node] = Unsaved(chunk, keys[:index])
+                if self._policy.when_used(node):
+                    wanted.append(node)
+        self.write(wanted)
+        self._write_ahead()
         if len(self._touched) >= _TOUCH_BATCH:
             self.send_touches()
+
+    def write(self, nodes: Sequence[Node]) -> None:
+        """Queue chunks for writing, as far as they are unsaved and there is room."""
+        nodes = [node for node in nodes if self._is_unsaved(node)]
+        if not nodes:
+            return
+        size = self._format.file_nbytes
+        used = self._used_bytes(len(nodes) * size)
+        for node in nodes:
+            used -= self._make_room(node, used + size)
+            if used + size > self._store.budget_bytes:
+                self._stats.write_drops += 1
+                continue
+            used += size
+            self._queue(node)
+
+    def save_leaving(self, victim: Node) -> bool:
+        """Asked before a chunk leaves DRAM; see ``DramTier.save``."""
+        if not self._is_unsaved(victim):
+            self._unsaved.pop(victim, None)
+            return False
+        if self._policy.when_leaving(victim):
+            if len(self._writing) < _LEAVING:
+                self.write([victim])
+                if victim.disk is Disk.WRITING:
+                    return True
+            else:
+                self._stats.write_drops += 1
+        self._unsaved.pop(victim, None)
+        return False
+
+    def unsaved(self) -> list[Node]:
+        """Chunks that are complete in DRAM and not on SSD, oldest first."""
+        return [node for node in self._unsaved if self._is_unsaved(node)]
+
+    def _write_ahead(self) -> None:
+        """Write what will leave DRAM next while there is still room for others."""
+        while self._dram.spare < _LEAVING and len(self._writing) < _LEAVING:
+            victim = self._tree.host_victim()
+            if victim is None or not self._is_unsaved(victim):
+                return
+            if not self._policy.when_leaving(victim):
+                return
+            self.write([victim])
+            if victim.disk is not Disk.WRITING:
+                return
+
+    def _is_unsaved(self, node: Node) -> bool:
+        return (
+            node in self._unsaved
+            and node.host is Host.READY
+            and node.disk is Disk.NONE
+        )
+
+    def _queue(self, node: Node) -> None:
+        unsaved = self._unsaved[node]
+        self._tree.advance_disk(node, Event.WRITE)
+        job = WriteJob(
+            self._format,
+            unsaved.chunk,
+            self._dram.view(node),
+            node.last_used,
+            replace=node.key in self._unreadable,
+        )
+        self._writing[job] = node
+        self._io.write(job)
 
     def lost(self, node: Node, *, delete: bool) -> None:
         """A stored chunk could not be read: forget it.
@@ -178,6 +258,7 @@ class WriteBack:
         node = self._writing.pop(job)
         if job.outcome is WriteOutcome.STORED:
             self._tree.advance_disk(node, Event.STORE, job.nbytes)
+            self._unsaved.pop(node, None)
             self._unreadable.pop(node.key, None)
             self._stats.written += 1
             self._stats.written_bytes += job.nbytes
@@ -227,7 +308,8 @@ class WriteBack:
             if victim is None or victim.last_used >= node.last_used:
                 break
             size = victim.disk_bytes
-            self._tree.advance_disk(victim, Event.REMOVE)
+            self._log.note(victim.key, "ssd", "ssd budget")
+            self._tree.advance_disk(victim, Event.EVICT)
             self._stats.ssd_evictions += 1
             self._delete(victim.key, size)
             freed += size

@@ -1,0 +1,42 @@
+"""The SSD tier that is not there: ``ssd_bytes=0``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pcr_core.index.chunk import ChunkKey
+from pcr_core.tiers.chunk_file import ReadOutcome
+from pcr_core.tiers.chunk_index import Record
+from pcr_core.tiers.jobs import ReadJob, WriterJob
+
+
+class NoStore:
+    """Holds nothing and takes nothing. A stand-in for ``ChunkStore``; any thread."""
+
+    budget_bytes = 0
+
+    def used_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def records(self) -> dict[ChunkKey, Record]:
+        """Return nothing."""
+        return {}
+
+    def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Record]:
+        """Return nothing."""
+        return {}
+
+    def read(self, job: ReadJob) -> None:
+        """Say that the chunk is not there."""
+        job.outcome = ReadOutcome.MISSING
+
+    def commit(self, jobs: Sequence[WriterJob]) -> None:
+        """Do nothing."""
+
+    def audit(self, *, fix: bool) -> list[str]:
+        """Find nothing wrong."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing."""
