@@ -102,7 +102,7 @@ class EngineLoop:
             between=generation.request.raise_if_cancelled,
         )
         try:
-            generation.prefill(io, tuple(lease.tiers.items()))
+            generation.prefill(io, lease.tiers)
         except ModelError:
             lease.discard()  # KV behind a failed forward or NaN logits is worthless
             raise
