@@ -163,6 +163,25 @@ class Engine:
             self.submit(prompt, once).result()
         self.flush()
 
+    def prefetch(
+        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Hint that a prompt, or one that begins like it, will be asked soon.
+
+        What is stored of it is brought from SSD to DRAM in the background and protected
+        there until a request uses it or 16 newer hints have come. Waiting requests come
+        first. Returns at once.
+
+        Raises:
+            RequestError: As for ``submit``.
+            EngineClosedError: If the engine is closed, or after ``fork``.
+        """
+        self._check_process()
+        tokens = self.encode(prompt, tools=tools)
+        keys = chunk_keys(self._namespace, tokens, self._config.chunk_tokens)
+        hint = Request(tokens, keys, SamplingParams())
+        self._door.call(lambda: self._loop.hint(hint))
+
     def encode(
         self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
@@ -189,7 +208,15 @@ class Engine:
         Returns:
             False if ``timeout`` seconds passed first.
         """
-        return self._on_engine_thread(lambda: self._loop.tiers.flush(timeout))
+        tiers = self._loop.tiers
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for batch in self._on_engine_thread(tiers.unsaved):
+            self._on_engine_thread(partial(tiers.save, batch))
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not tiers.wait_for_writer(left):
+                return False
+        self._on_engine_thread(tiers.poll)
+        return True
 
     def check(self, *, fix: bool = False) -> CheckReport:
         """Audit memory, index and files. Reads the whole cache folder.
@@ -200,7 +227,11 @@ class Engine:
         Raises:
             StoreError: If the audit could not finish.
         """
-        return self._on_engine_thread(lambda: self._loop.tiers.check(fix=fix))
+        tiers = self._loop.tiers
+        self.flush()
+        memory = self._on_engine_thread(tiers.check_memory)
+        store = tiers.check_store(fix=fix)  # reads every file: requests go on meanwhile
+        return self._on_engine_thread(partial(tiers.report, memory, store, fix=fix))
 
     # --- what it is ---
 

@@ -40,6 +40,7 @@ class EngineLoop:
         self._end_ids = end_ids
         self._scheduler = Scheduler()
         self._active: Generation | None = None
+        self._seen = (-1, -1)
 
     @property
     def busy(self) -> bool:
@@ -48,7 +49,13 @@ class EngineLoop:
 
     def add(self, request: Request) -> None:
         """Enqueue a request."""
+        request.usable = self._runner.usable_chunks(len(request.tokens))
         self._scheduler.add(request)
+
+    def hint(self, request: Request) -> None:
+        """Prepare for a request that may come; it is not run."""
+        request.usable = self._runner.usable_chunks(len(request.tokens))
+        self.tiers.hint(request)
 
     def step(self) -> int:
         """Prefill the next request, or decode one token of the running one.
@@ -63,6 +70,7 @@ class EngineLoop:
         gone = self._scheduler.drop_cancelled()
         for cancelled in gone:
             self._guard(cancelled, cancelled.raise_if_cancelled)
+        self._look_ahead()
         if self._active is not None:
             self._guard(self._active.request, self._decode)
             return len(gone)
@@ -74,6 +82,8 @@ class EngineLoop:
 
     def idle(self) -> bool:
         """Use a moment without requests; returns whether another would help too."""
+        self.tiers.poll()
+        self._look_ahead()
         return self.tiers.prepare()
 
     def abandon(self, error: BaseException) -> None:
@@ -85,12 +95,19 @@ class EngineLoop:
         for request in requests:
             request.completion.fail(error)
 
+    def _look_ahead(self) -> None:
+        """Protect and fetch what the queue needs, if queue or tiers have changed."""
+        seen = (self._scheduler.version, self.tiers.version)
+        if seen != self._seen:
+            self.tiers.look_ahead(self._scheduler.upcoming(self.tiers.window))
+            self._seen = seen
+
     def _start(self, request: Request) -> None:
         request.raise_if_cancelled()
         self._active = Generation(self._runner, self._tokenizer, request, self._end_ids)
-        usable = self._runner.usable_chunks(len(request.tokens))
-        with self.tiers.lease(request.keys, request.tokens, usable) as lease:
-            lease.wait()
+        with self.tiers.lease(request.keys, request.tokens, request.usable) as lease:
+            # The queue has moved up: its next request is read for while this one runs.
+            self._look_ahead()
             self._prefill(self._active, lease)
         self._finish_if_done(self._active)
 
@@ -100,9 +117,13 @@ class EngineLoop:
             sinks=lease.sinks,
             filled=lease.filled,
             between=generation.request.raise_if_cancelled,
+            pending=lease.pending,
+            settle=lease.settle,
         )
         try:
-            generation.prefill(io, lease.tiers)
+            for forward in generation.prefill(io, lease.tiers):
+                new = forward.stop - forward.start
+                self.tiers.prefill_times.observe(forward.start, new, forward.seconds)
         except ModelError:
             lease.discard()  # KV behind a failed forward or NaN logits is worthless
             raise

@@ -27,14 +27,21 @@ class StoreCounters:
         dram_evictions, ssd_evictions: Chunks evicted from that tier.
         bypassed_inserts: Chunks computed but not kept, because every DRAM slot was
             pinned or being written.
+        recomputed: Chunks computed although they were on SSD: that was faster.
         read, read_bytes: Chunks and bytes read from SSD and found good.
+        prefetch_issued: Chunks whose read was started before their request ran.
+        prefetch_used: Those that a request then found in DRAM. Counted as SSD hits.
+        prefetch_wasted: Those evicted again before anybody used them.
+        prefetch_cancelled: Those whose read was taken back in time.
         written, written_bytes: Chunks and bytes made durable on SSD.
         write_drops: Chunks not written to SSD: the queue was full or, everything
             stored being more recently used, there was no room.
         write_errors: Chunk writes that failed (disk full, read-only, folder removed).
         read_errors: Chunk reads that the system refused (EIO, permissions).
+        read_timeouts: Chunk reads that did not end in time; the chunk was computed.
         corrupt: Chunk files that were truncated or altered; each was removed.
         missing: Indexed chunks whose file was gone; each record was removed.
+        forgotten: Chunks removed from either tier because a document was forgotten.
     """
 
     requests: int = 0
@@ -51,15 +58,22 @@ class StoreCounters:
     dram_evictions: int = 0
     ssd_evictions: int = 0
     bypassed_inserts: int = 0
+    recomputed: int = 0
     read: int = 0
     read_bytes: int = 0
+    prefetch_issued: int = 0
+    prefetch_used: int = 0
+    prefetch_wasted: int = 0
+    prefetch_cancelled: int = 0
     written: int = 0
     written_bytes: int = 0
     write_drops: int = 0
     write_errors: int = 0
     read_errors: int = 0
+    read_timeouts: int = 0
     corrupt: int = 0
     missing: int = 0
+    forgotten: int = 0
 
     def snapshot(self) -> CacheStats:
         """Return an immutable copy that later requests do not change."""
@@ -87,15 +101,22 @@ class CacheStats:
     dram_evictions: int
     ssd_evictions: int
     bypassed_inserts: int
+    recomputed: int
     read: int
     read_bytes: int
+    prefetch_issued: int
+    prefetch_used: int
+    prefetch_wasted: int
+    prefetch_cancelled: int
     written: int
     written_bytes: int
     write_drops: int
     write_errors: int
     read_errors: int
+    read_timeouts: int
     corrupt: int
     missing: int
+    forgotten: int
 
     @property
     def hit_tokens(self) -> int:
@@ -119,6 +140,7 @@ class CacheStats:
         trouble = {
             "write errors": self.write_errors,
             "read errors": self.read_errors,
+            "read timeouts": self.read_timeouts,
             "corrupt": self.corrupt,
             "missing": self.missing,
         }
@@ -141,6 +163,11 @@ class CacheStats:
                 _level(self.ssd_chunks, self.ssd_bytes, self.ssd_budget)
                 + f", {self.ssd_evictions} evicted, {self.written} written, "
                 f"{self.write_drops} not written",
+            ),
+            (
+                "prefetch",
+                f"{self.prefetch_issued} chunks read ahead: {self.prefetch_used} used, "
+                f"{self.prefetch_wasted} wasted, {self.prefetch_cancelled} cancelled",
             ),
             ("storage trouble", found or "none"),
         ]

@@ -6,8 +6,13 @@ from pcr_core.tiers.host_pool import HostPool, Slot
 from pcr_core.tiers.io_pool import InlineIo, IoPool
 from pcr_core.tiers.lease import Lease
 from pcr_core.tiers.manager import ChunkState, TierManager
+from pcr_core.tiers.no_store import NoStore
+from pcr_core.tiers.settings import TierSettings
+from pcr_core.tiers.stop_policy import StopPolicy, stop_policy
+from pcr_core.tiers.write_policy import WRITE_POLICIES, WritePolicy
 
 __all__ = [
+    "WRITE_POLICIES",
     "CheckReport",
     "ChunkState",
     "ChunkStore",
@@ -15,6 +20,11 @@ __all__ = [
     "InlineIo",
     "IoPool",
     "Lease",
+    "NoStore",
     "Slot",
+    "StopPolicy",
     "TierManager",
+    "TierSettings",
+    "WritePolicy",
+    "stop_policy",
 ]
