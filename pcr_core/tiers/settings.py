@@ -32,7 +32,7 @@ class TierSettings:
 
     def host_policy(self, capacity: int) -> EvictionPolicy:
         """The policy of the DRAM tier of so many chunks."""
-        return make_policy(self.eviction, capacity)
+        return make_policy(self.eviction, capacity=capacity)
 
     def disk_policy(self) -> EvictionPolicy:
         """The policy of the SSD tier.
