@@ -75,7 +75,7 @@ def available_bytes(root: Path = Path("/")) -> int:
             # The page cache counts as used, but goes when memory is asked for.
             cached = _statistic(group / "memory.stat", "inactive_file") or 0
             found.append(max(0, limit - max(0, (used or 0) - cached)))
-    return min(size for size in found if size is not None)
+    return min(found)
 
 
 def _meminfo(root: Path) -> int:

@@ -165,7 +165,7 @@ def build(
     tiers = TierManager.open(
         layout,
         namespace,
-        tier_settings(config),
+        tier_settings(config, runner.cuts.step),
         dram_bytes=dram_budget(config),
         cache_dir=config.cache_path / "kv",
         ssd_bytes=config.ssd_bytes,
@@ -179,8 +179,8 @@ def build(
     return Parts(loaded, runner, namespace, loop)
 
 
-def tier_settings(config: EngineConfig) -> TierSettings:
-    """What the tiers need to know of the configuration."""
+def tier_settings(config: EngineConfig, longest_forward: int | None) -> TierSettings:
+    """What the tiers need to know of the configuration and of the model."""
     window = config.lookahead_window
     return TierSettings(
         eviction=config.eviction,
@@ -189,6 +189,7 @@ def tier_settings(config: EngineConfig) -> TierSettings:
         write_policy=WRITE_POLICIES[config.write_policy](),
         tenant=tenant_digest(config.namespace),
         quota_bytes=config.namespace_bytes,
+        longest_forward=longest_forward,
     )
 
 

@@ -10,16 +10,15 @@ only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import groupby
 
-from pcr_core.cost import PrefillTimes
 from pcr_core.index.node import Disk, Host, Node
 from pcr_core.stats import StoreCounters
 from pcr_core.tiers.chunk_file import ChunkFormat
 from pcr_core.tiers.dram import RUNNING, DramTier
 from pcr_core.tiers.lease import Lease
-from pcr_core.tiers.load_plan import split
+from pcr_core.tiers.load_plan import LoadPlanner
 from pcr_core.tiers.read_in import ReadIn
 from pcr_core.tiers.stop_policy import StopPolicy
 
@@ -32,7 +31,7 @@ class Loading:
         reads: Reads.
         fmt: Size of a chunk and of its file.
         stop: How long requests wait for reads.
-        prefill: How long computing takes.
+        planner: Says what to read and what to compute.
         stats: Counters.
         poll: Takes in finished I/O.
     """
@@ -43,7 +42,7 @@ class Loading:
         reads: ReadIn,
         fmt: ChunkFormat,
         stop: StopPolicy,
-        prefill: PrefillTimes,
+        planner: LoadPlanner,
         *,
         stats: StoreCounters,
         poll: Callable[[], None],
@@ -52,7 +51,7 @@ class Loading:
         self._reads = reads
         self._format = fmt
         self._stop = stop
-        self._prefill = prefill
+        self._planner = planner
         self._stats = stats
         self._poll = poll
 
@@ -65,8 +64,9 @@ class Loading:
                 lease.add_source(index, self._dram.slot(node), tier)
             elif node.host is Host.FILLING:
                 self._join(lease, index, node)
-        for run in _runs(i for i in range(usable) if _only_on_ssd(nodes[i])):
-            self._start(lease, run)
+        stored = [i for i in range(usable) if _only_on_ssd(nodes[i])]
+        for run in _runs(stored):
+            self._start(lease, run, stored)
         for index, node in enumerate(nodes):
             if node.host is Host.NONE:
                 slot = self._dram.reserve(node)
@@ -100,8 +100,12 @@ class Loading:
         lease.readings[index] = reading
         self._reads.hurry(reading)
 
-    def _start(self, lease: Lease, run: range) -> None:
-        first = self._split(run)
+    def _start(self, lease: Lease, run: range, stored: Collection[int]) -> None:
+        front = run.start
+        while front > 0 and _is_missing(lease, front - 1, stored):
+            front -= 1
+        before = (run.start - front) * self._format.layout.chunk_tokens
+        first = self._split(lease, run, stored, before)
         self._stats.recomputed += first - run.start
         back = range(first, run.stop)
         # With the front being computed, the reads come to meet it from the back.
@@ -112,22 +116,37 @@ class Loading:
                 reading.reader, reading.index = lease, index
                 lease.readings[index] = reading
 
-    def _split(self, run: range) -> int:
+    def _split(
+        self, lease: Lease, run: range, others: Collection[int], before: int = 0
+    ) -> int:
+        """Index of the first chunk of a run to read; those before it are computed.
+
+        Args:
+            lease: Whose chunks they are.
+            run: Chunks that could be read.
+            others: Chunks that will not be computed, beside sources and reads.
+            before: Tokens directly before the run that are to be computed anyway.
+        """
         if not self._stop.recompute:
             return run.start
-        return split(
+        tokens = self._format.layout.chunk_tokens
+        after = run.stop
+        while after < len(lease.path) and _is_missing(lease, after, others):
+            after += 1
+        end = lease.prompt_tokens if after == len(lease.path) else after * tokens
+        earlier = sum(1 for index in lease.readings if index < run.start)
+        return self._planner.split(
             run,
-            self._format.layout.chunk_tokens,
-            self._format.file_nbytes,
-            self._prefill,
-            self._reads.times,
+            before=before,
+            after=end - run.stop * tokens,
+            queued=earlier * self._format.file_nbytes,
         )
 
     def _take_back_front(self, lease: Lease, index: int) -> bool:
         """Compute what has become cheaper to compute; False if nothing has."""
         run = _run_from(index, lease.readings)
         taken = 0
-        for at in range(index, self._split(run)):
+        for at in range(index, self._split(lease, run, ())):
             if not self._give_back(lease, at):
                 break
             taken += 1
@@ -157,7 +176,13 @@ def _only_on_ssd(node: Node) -> bool:
     return node.host is Host.NONE and node.disk is Disk.STORED
 
 
-def _runs(indices: Iterator[int]) -> Iterator[range]:
+def _is_missing(lease: Lease, index: int, others: Collection[int]) -> bool:
+    """Whether a chunk has to be computed in any case."""
+    places = (lease.sources, lease.readings, others)
+    return not any(index in place for place in places)
+
+
+def _runs(indices: Iterable[int]) -> Iterator[range]:
     """Maximal runs of consecutive indices."""
     for _, group in groupby(enumerate(indices), key=lambda item: item[1] - item[0]):
         members = [index for _, index in group]

@@ -32,8 +32,9 @@ from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.io_pool import InlineIo, IoPool
 from pcr_core.tiers.jobs import Io, ReadJob
 from pcr_core.tiers.lease import Lease, PathChunk
+from pcr_core.tiers.load_plan import LoadPlanner
 from pcr_core.tiers.loading import Loading
-from pcr_core.tiers.no_store import NoStore
+from pcr_core.tiers.no_store import NoStore, Store
 from pcr_core.tiers.prefetch import Hints, Prefetcher, Wanted
 from pcr_core.tiers.read_in import ReadIn
 from pcr_core.tiers.settings import TierSettings
@@ -79,7 +80,7 @@ class TierManager:
         layout: ChunkLayout,
         namespace: Namespace,
         pool: HostPool,
-        store: ChunkStore | NoStore,
+        store: Store,
         io: Io,
         settings: TierSettings | None = None,
         *,
@@ -136,7 +137,13 @@ class TierManager:
             self._reads,
             self._format,
             self._settings.stop,
-            self.prefill_times,
+            LoadPlanner(
+                self.prefill_times,
+                self._reads.times,
+                self._tokens,
+                self._format.file_nbytes,
+                self._settings.longest_forward,
+            ),
             stats=stats,
             poll=self.poll,
         )
@@ -453,7 +460,7 @@ class TierManager:
         if found:
             stats.holes += max(lease.tiers) + 1 - len(found)
 
-    def _check_budget(self, store: ChunkStore | NoStore) -> None:
+    def _check_budget(self, store: Store) -> None:
         needed = self._format.file_nbytes
         if isinstance(store, ChunkStore) and store.budget_bytes < needed:
             raise ConfigError(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.tiers.chunk_file import ReadOutcome
 from pcr_core.tiers.chunk_index import Record
+from pcr_core.tiers.chunk_store import ChunkStore
 from pcr_core.tiers.jobs import ReadJob, WriterJob
 
 
@@ -40,3 +41,7 @@ class NoStore:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+Store = ChunkStore | NoStore
+"""The SSD tier, or its absence."""

@@ -21,6 +21,7 @@ class TierSettings:
         write_policy: When chunks are written to SSD.
         tenant: Whose chunks these are; the SSD quota is counted by it.
         quota_bytes: Most SSD bytes of this tenant, ``None`` for no limit of its own.
+        longest_forward: Tokens of the longest forward, ``None`` for no limit.
     """
 
     eviction: str = "lookahead-lru"
@@ -29,6 +30,7 @@ class TierSettings:
     write_policy: WritePolicy = field(default_factory=WriteThrough)
     tenant: bytes = b""
     quota_bytes: int | None = None
+    longest_forward: int | None = None
 
     def host_policy(self, capacity: int) -> EvictionPolicy:
         """The policy of the DRAM tier of so many chunks."""

@@ -16,10 +16,10 @@ from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
 from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId
 from pcr_core.tiers.chunk_index import Record
-from pcr_core.tiers.chunk_store import ChunkStore
 from pcr_core.tiers.dram import DramTier
 from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.jobs import DeleteJob, Io, TouchJob, WriteJob, WriteOutcome
+from pcr_core.tiers.no_store import Store
 from pcr_core.tiers.trouble import TroubleLog
 from pcr_core.tiers.write_policy import WritePolicy
 
@@ -61,7 +61,7 @@ class WriteBack:
         self,
         tree: PrefixTree,
         dram: DramTier,
-        store: ChunkStore,
+        store: Store,
         io: Io,
         fmt: ChunkFormat,
         policy: WritePolicy,
@@ -149,6 +149,8 @@ class WriteBack:
         size = self._format.file_nbytes
         used = self._used_bytes(len(nodes) * size)
         for node in nodes:
+            if not self._is_unsaved(node):
+                continue  # another process has stored it, as we have just learnt
             used -= self._make_room(node, used + size)
             if used + size > self._store.budget_bytes:
                 self._stats.write_drops += 1

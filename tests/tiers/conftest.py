@@ -20,9 +20,17 @@ from pcr_core.index.chunk import (
     Namespace,
     chunk_keys,
 )
-from pcr_core.tiers import ChunkStore, HostPool, InlineIo, TierManager
+from pcr_core.tiers import (
+    ChunkStore,
+    HostPool,
+    InlineIo,
+    NoStore,
+    TierManager,
+    TierSettings,
+)
 from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId
 from pcr_core.tiers.files import Files
+from pcr_core.tiers.no_store import Store
 
 LAYOUT = ChunkLayout((LayerShape(1, 4, 2), LayerShape(2, 2, 4)), 4, "F32", 4)
 NAMESPACE = Namespace.of([("test", b"tiny")])
@@ -167,19 +175,22 @@ def kit(tmp_path: Path) -> Iterator[SimpleNamespace]:
         files: Files | None = None,
         io=InlineIo,
         clock: Clock | None = None,
+        namespace: Namespace = NAMESPACE,
+        **settings,
     ) -> TierManager:
         pool = HostPool(LAYOUT, slots * LAYOUT.nbytes)
-        store = None
+        store: Store = NoStore()
         if ssd_chunks:
             budget = ssd_chunks * FILE_BYTES
             store = ChunkStore(folder or tmp_path / "cache", budget, files=files)
         made.append(
             TierManager(
                 LAYOUT,
-                NAMESPACE,
+                namespace,
                 pool,
                 store,
-                io(store) if store is not None else None,
+                io(store),
+                TierSettings(**settings),
                 clock=clock or Clock(),
             )
         )

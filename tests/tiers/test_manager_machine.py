@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from pcr_core.index.prefix_tree import Host
-from pcr_core.tiers import ChunkStore, HostPool, InlineIo, TierManager
+from pcr_core.tiers import ChunkStore, HostPool, InlineIo, NoStore, TierManager
 from pcr_core.tiers.chunk_file import chunk_path
 
 CHUNKS = st.lists(st.integers(0, 2), min_size=0, max_size=4)
@@ -58,7 +58,7 @@ class TierMachine(RuleBasedStateMachine):
     def start(self, slots, ssd):
         pool = HostPool(self.kit.layout, slots * self.kit.layout.nbytes)
         self.budget = ssd * self.kit.file_nbytes
-        store = None
+        store = NoStore()
         if ssd:
             store = ChunkStore(self.folder, self.budget, files=self.files)
         self.manager = TierManager(
@@ -66,7 +66,7 @@ class TierMachine(RuleBasedStateMachine):
             self.kit.namespace,
             pool,
             store,
-            InlineIo(store) if store else None,
+            InlineIo(store),
             clock=self.clock,
         )
 
