@@ -6,6 +6,7 @@ thread only. They steer time, never results: a wrong one costs speed.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -19,9 +20,10 @@ def _growth(expected: float, measured: float) -> float:
     A process that is paused measures too long, and nothing makes it measure too
     short: a long time counts as at most ``_CLIP`` times what was expected.
     """
-    return min(measured / expected, _CLIP) ** _RATE  # type: ignore[no-any-return]
+    return math.pow(min(measured / expected, _CLIP), _RATE)
 
 
+# Roughly right is enough: it only matters where nothing was measured.
 _ATTENTION = 4096.0  # keys whose attention takes as long as a token's linear layers
 _GUESS = 1e-3  # seconds per token, before anything is measured
 
@@ -87,7 +89,9 @@ class PrefillTimes:
 
     def _at(self, corner: tuple[int, int]) -> float:
         learned = self._learned.get(corner)
-        return self._fixed + self._scale * _work(*corner) if learned is None else learned
+        if learned is not None:
+            return learned
+        return self._fixed + self._scale * _work(*corner)
 
     def _set_law(self) -> None:
         """The slope is taken from the large forwards, what is fixed from the small."""
@@ -116,14 +120,14 @@ def _bracket(tokens: int) -> tuple[int, int, float]:
 
 
 def _median(weighted: Iterable[tuple[float, float]]) -> float:
-    """The (lower) median of values with weights."""
+    """The (lower) median of values with weights, of which there is at least one."""
     pairs = sorted(weighted)
-    half = sum(weight for _, weight in pairs) / 2
+    left = sum(weight for _, weight in pairs) / 2
     for value, weight in pairs:
-        half -= weight
-        if half <= 0.0:
-            break
-    return value
+        left -= weight
+        if left <= 0.0:
+            return value
+    return pairs[-1][0]
 
 
 class ReadTimes:

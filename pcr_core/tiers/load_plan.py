@@ -98,7 +98,11 @@ class LoadPlanner:
                 low = middle + 1
             else:
                 high = middle
-        return float(low * self.chunk_tokens) if low * self.chunk_tokens <= limit else math.inf
+        return (
+            float(low * self.chunk_tokens)
+            if low * self.chunk_tokens <= limit
+            else math.inf
+        )
 
     def _total(
         self, run: range, cut: int, before: int, after: int, queued: int
