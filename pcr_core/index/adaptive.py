@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.look_ahead import LookAhead
-from pcr_core.index.node import Event, Host, Node
+from pcr_core.index.node import HOST_NONE, Event, Node
 from pcr_core.index.policies import EvictionPolicy, LookAheadLru, Lru, Pgdsf, Rank
 from pcr_core.index.prefix_tree import PrefixTree
 
@@ -52,7 +52,7 @@ class ShadowCache:
         tree = self.tree
         path = tree.grow(_ROOT, keys)
         tree.pin(path)
-        missed = [i for i, node in enumerate(path) if node.host is Host.NONE]
+        missed = [i for i, node in enumerate(path) if node.host is HOST_NONE]
         for index in missed:
             if not self._make_room():
                 break

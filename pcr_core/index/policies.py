@@ -25,7 +25,10 @@ class EvictionPolicy(Protocol):
         """Changes when any rank may have changed for another reason than a use."""
 
     def rank(self, node: Node) -> Rank:
-        """Return the chunk's rank; the lowest goes first."""
+        """Return the chunk's rank; the lowest goes first.
+
+        Two ranks of one epoch differ before the shorter one ends, or are as long.
+        """
 
     def used(self, node: Node) -> None:
         """A request used the chunk; its stamps and counts are up to date."""

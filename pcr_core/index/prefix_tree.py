@@ -16,7 +16,12 @@ from pcr_core.index.audit import audit_links, audit_queue
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.ghosts import Ghosts
 from pcr_core.index.node import (
+    DISK_NONE,
+    DISK_STORED,
     DISK_TRANSITIONS,
+    DISK_WRITING,
+    HOST_NONE,
+    HOST_READY,
     HOST_TRANSITIONS,
     Disk,
     Event,
@@ -151,7 +156,7 @@ class PrefixTree:
             tenant: Whose it is.
         """
         node = self._node(key, tenant)
-        if node.disk is not Disk.NONE:
+        if node.disk is not DISK_NONE:
             return
         if node.parent is None:
             self._link(node, self._node(ChunkKey(parent), tenant))
@@ -214,7 +219,10 @@ class PrefixTree:
                 raise IllegalTransitionError(f"{node.key.hex()} was unpinned twice")
             node.pins -= 1
             if node.pins == 0:
-                self._settle(node)
+                if is_bare(node):
+                    self._drop(node)
+                else:
+                    self._offer(node)
 
     def commit(
         self,
@@ -278,16 +286,21 @@ class PrefixTree:
         if new is None:
             raise IllegalTransitionError(_illegal(node, old, event))
         node.host = new
-        self.host_ready += (new is Host.READY) - (old is Host.READY)
-        if new is Host.NONE:
+        self.host_ready += (new is HOST_READY) - (old is HOST_READY)
+        parent = node.parent
+        if new is HOST_READY:
+            self._offer_host(node)
+        elif new is HOST_NONE:
             self._host_queue.discard(node)
             if event is Event.EVICT:
                 self._host_policy.evicted(node)
-        parent = node.parent
-        if parent is not None and (old is Host.NONE) != (new is Host.NONE):
-            parent.host_children += 1 if old is Host.NONE else -1
-            self._offer(parent)
-        self._settle(node)
+            if parent is not None:
+                parent.host_children -= 1
+                self._offer_host(parent)
+            if is_bare(node):
+                self._drop(node)
+        elif parent is not None:
+            parent.host_children += 1
 
     def advance_disk(self, node: Node, event: Event, nbytes: int = 0) -> None:
         """Move the SSD copy to its next state.
@@ -305,17 +318,24 @@ class PrefixTree:
         if new is None:
             raise IllegalTransitionError(_illegal(node, old, event))
         node.disk = new
-        if new is Disk.STORED:
+        parent = node.parent
+        if old is DISK_NONE and parent is not None:
+            parent.disk_children += 1
+        if new is DISK_STORED:
             self._shelve(node, nbytes)
-        elif old is Disk.STORED:
-            self._unshelve(node)
+            self._offer_disk(node)
+        elif new is DISK_NONE:
+            if old is DISK_STORED:
+                self._unshelve(node)
             if event is Event.EVICT:
                 self._disk_policy.evicted(node)
-        parent = node.parent
-        if parent is not None and (old is Disk.NONE) != (new is Disk.NONE):
-            parent.disk_children += 1 if old is Disk.NONE else -1
-            self._offer(parent)
-        self._settle(node)
+            if parent is not None:
+                parent.disk_children -= 1
+                self._offer_disk(parent)
+            if is_bare(node):
+                self._drop(node)
+        if old is DISK_WRITING:
+            self._offer_host(node)  # its writer no longer reads it
 
     def host_victim(self) -> Node | None:
         """Return the chunk to evict from DRAM next, or ``None``."""
@@ -387,8 +407,8 @@ class PrefixTree:
     def _link(self, node: Node, parent: Node) -> None:
         node.parent = parent
         parent.children += 1
-        parent.host_children += node.host is not Host.NONE
-        parent.disk_children += node.disk is not Disk.NONE
+        parent.host_children += node.host is not HOST_NONE
+        parent.disk_children += node.disk is not DISK_NONE
 
     def _set_reserved(self, key: ChunkKey, position: int | None) -> None:
         node = self._nodes.get(key)
@@ -415,13 +435,6 @@ class PrefixTree:
         if shelf.chunks == 0:
             del self._shelves[node.tenant]
 
-    def _settle(self, node: Node) -> None:
-        """After a change: drop the node if it is bare, else offer it for eviction."""
-        if is_bare(node):
-            self._drop(node)
-        else:
-            self._offer(node)
-
     def _drop(self, node: Node) -> None:
         """Drop a bare node, and its ancestors as far as they become bare."""
         bare: Node | None = node
@@ -439,8 +452,14 @@ class PrefixTree:
             bare = above
 
     def _offer(self, node: Node) -> None:
+        self._offer_host(node)
+        self._offer_disk(node)
+
+    def _offer_host(self, node: Node) -> None:
         if host_evictable(node):
             self._host_queue.offer(node)
+
+    def _offer_disk(self, node: Node) -> None:
         if disk_evictable(node):
             self._shelves[node.tenant].queue.offer(node)
 

@@ -269,6 +269,7 @@ class IoPool:
                     return
                 job = queue.popleft()
                 self._running.add(job)
+                job.parallel = sum(isinstance(one, ReadJob) for one in self._running)
             try:
                 finish(self._backend, job)
             except BaseException as error:

@@ -32,6 +32,7 @@ class ReadJob:
     Attributes:
         urgent: A request waits for it; goes before reads that are made ahead.
         seconds: How long the read took, set with the outcome.
+        parallel: Reads that ran when it started, itself included.
     """
 
     format: ChunkFormat
@@ -41,6 +42,7 @@ class ReadJob:
     outcome: ReadOutcome | None = None
     error: BaseException | None = None
     seconds: float = 0.0
+    parallel: int = 1
 
 
 @dataclass(slots=True, eq=False)

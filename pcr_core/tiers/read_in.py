@@ -153,7 +153,8 @@ class ReadIn:
         if job.outcome is ReadOutcome.OK:
             self._stats.read += 1
             self._stats.read_bytes += self._format.file_nbytes
-            self.times.observe(self._format.file_nbytes, job.seconds)
+            size = self._format.file_nbytes
+            self.times.observe(size, job.seconds, parallel=job.parallel)
             self._tree.advance_host(node, Event.FILL)
             if reader is not None:
                 reader.arrived(reading.index, self._dram.slot(node))
