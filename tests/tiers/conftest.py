@@ -8,6 +8,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -165,6 +166,13 @@ def file_bytes(folder: Path) -> int:
 @pytest.fixture
 def kit(tmp_path: Path) -> Iterator[SimpleNamespace]:
     """Everything above, plus ``manager(...)`` that closes what it made."""
+    with open_kit(tmp_path) as opened:
+        yield opened
+
+
+@contextmanager
+def open_kit(tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """The same for a test that needs several, such as a property test."""
     made: list[TierManager] = []
 
     def manager(
