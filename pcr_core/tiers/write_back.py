@@ -178,16 +178,14 @@ class WriteBack:
         return [node for node in self._unsaved if self._is_unsaved(node)]
 
     def _write_ahead(self) -> None:
-        """Write what will leave DRAM next while there is still room for others."""
-        while self._dram.spare < _LEAVING and len(self._writing) < _LEAVING:
-            victim = self._tree.host_victim()
-            if victim is None or not self._is_unsaved(victim):
+        """Write the oldest chunks while a few others can still leave without it."""
+        safe = self._dram.spare + self._tree.host_ready - len(self._unsaved)
+        for node in list(self._unsaved):
+            if safe >= _LEAVING or len(self._writing) >= _LEAVING:
                 return
-            if not self._policy.when_leaving(victim):
-                return
-            self.write([victim])
-            if victim.disk is not Disk.WRITING:
-                return
+            if self._is_unsaved(node) and self._policy.when_leaving(node):
+                self.write([node])
+                safe += 1
 
     def _is_unsaved(self, node: Node) -> bool:
         return (
