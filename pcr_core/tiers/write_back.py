@@ -15,7 +15,14 @@ from pcr_core.stats import StoreCounters
 from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId
 from pcr_core.tiers.chunk_index import Record
 from pcr_core.tiers.chunk_store import ChunkStore
-from pcr_core.tiers.jobs import DeleteJob, Io, TouchJob, WriteJob, WriteOutcome
+from pcr_core.tiers.jobs import (
+    DeleteJob,
+    Io,
+    TouchJob,
+    WriteJob,
+    WriteOutcome,
+    WriterJob,
+)
 
 _TOUCH_BATCH = 512
 """Recency of this many chunks is kept back, at most, until a write carries it along."""
@@ -109,6 +116,7 @@ class WriteBack:
         written: a path longer than the budget keeps its head, whatever its length.
         """
         used = self._used_bytes(len(path) * fmt.file_nbytes)
+        keys = [node.key for node in path]
         for node, chunk in zip(path, chunks, strict=True):
             if node.disk is Disk.STORED:
                 self._touched[node.key] = node.last_used
@@ -120,8 +128,8 @@ class WriteBack:
                 continue
             used += fmt.file_nbytes
             self._tree.advance_disk(node, Event.WRITE)
-            replace = node.key in self._unreadable
-            job = WriteJob(fmt, chunk, view(node), node.last_used, replace=replace)
+            job = WriteJob(fmt, chunk, view(node), node.last_used, ancestors=keys)
+            job.replace = node.key in self._unreadable
             self._writing[job] = node
             self._io.write(job)
         if len(self._touched) >= _TOUCH_BATCH:
@@ -152,7 +160,7 @@ class WriteBack:
 
     # --- what came of it ---
 
-    def apply(self, job: WriteJob | DeleteJob | TouchJob) -> None:
+    def apply(self, job: WriterJob) -> None:
         """Take in a finished job of the writer."""
         if isinstance(job, WriteJob):
             self._apply_write(job)
