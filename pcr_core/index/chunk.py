@@ -19,7 +19,7 @@ from typing import NewType
 ChunkKey = NewType("ChunkKey", bytes)
 """32 bytes naming one full chunk *and every token before it*, under one namespace."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of keys, chunk files and index together; part of every key."""
 
 

@@ -44,6 +44,10 @@ class ReadOutcome(enum.Enum):
     FAILED = "failed"
 
 
+class StrayFileError(OSError):
+    """A write failed, and what it left in the folder cannot be removed now."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkId:
     """What a chunk file says about itself, beside its bytes.
@@ -69,7 +73,7 @@ class ChunkFormat:
 
     def __init__(self, layout: ChunkLayout, namespace: Namespace) -> None:
         self.layout = layout
-        self._namespace = namespace.root.hex()
+        self.namespace = namespace
         self._tensors = _tensor_entries(layout)
         zero = ChunkId(ChunkKey(bytes(32)), bytes(32), [0] * layout.chunk_tokens)
         text = self._json(zero, [bytes(16)] * len(layout.layers))
@@ -98,7 +102,7 @@ class ChunkFormat:
             "pcr_format": str(FORMAT_VERSION),
             "key": chunk.key.hex(),
             "parent": chunk.parent.hex(),
-            "namespace": self._namespace,
+            "namespace": self.namespace.root.hex(),
             "tokens_u32le": token_bytes(chunk.tokens).hex(),
             "layers_xxh3_128": " ".join(digest.hex() for digest in sums),
         }
@@ -127,6 +131,17 @@ def _tensor_entries(layout: ChunkLayout) -> str:
 def chunk_path(folder: Path, key: ChunkKey) -> Path:
     """Where the chunk's file is, or would be."""
     return folder / (key.hex() + SUFFIX)
+
+
+def chunk_key(name: str) -> ChunkKey | None:
+    """The chunk that a file of this name belongs to, or ``None`` for any other file."""
+    if not name.endswith(SUFFIX):
+        return None
+    try:
+        key = bytes.fromhex(name[: -len(SUFFIX)])
+    except ValueError:
+        return None
+    return ChunkKey(key) if len(key) == 32 else None
 
 
 def temporary_path(folder: Path, key: ChunkKey) -> Path:
@@ -158,6 +173,7 @@ def write_chunk(
 
     Raises:
         OSError: If the file could not be written; no trace of it is left.
+        StrayFileError: If the trace could not be removed either.
     """
     header = fmt.header(chunk, fmt.checksums(data))
     temporary = temporary_path(folder, chunk.key)
@@ -169,9 +185,10 @@ def write_chunk(
         finally:
             files.close(fd)
         files.replace(temporary, chunk_path(folder, chunk.key))
-    except OSError:
-        discard(files, temporary)
-        raise
+    except OSError as error:
+        if discard(files, temporary):
+            raise
+        raise StrayFileError(error.errno, error.strerror) from error
     return header_digest(header)
 
 
@@ -243,9 +260,10 @@ def _skip(buffers: list[memoryview], count: int) -> list[memoryview]:
     return rest
 
 
-def discard(files: Files, path: Path) -> None:
-    """Remove a file no record names; where even that fails, the next open does it."""
+def discard(files: Files, path: Path) -> bool:
+    """Remove a file that no record names; False if the system refuses."""
     try:
         files.unlink(path)
     except OSError:
-        return
+        return False
+    return True

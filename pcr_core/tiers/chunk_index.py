@@ -1,8 +1,8 @@
-"""The index of the SSD tier: an LMDB map from chunk key to record.
+"""The index of the SSD tier: LMDB tables in the cache folder.
 
 LMDB wants one environment per process and file, so engines of one process on one
-folder share it: ``ChunkIndex.acquire`` counts references. The number of bytes on SSD
-is kept in the same transactions as the records, so it survives any crash with them.
+folder share it: ``ChunkIndex.acquire`` counts references. Byte totals are kept in the
+same transactions as the records, so they survive any crash with them.
 """
 
 from __future__ import annotations
@@ -10,93 +10,47 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import ClassVar
 
 import lmdb
-import msgspec
 
 from pcr_core.errors import StoreError
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.folder import INDEX_FOLDER, FolderLock
+from pcr_core.tiers.folder import INDEX_FOLDER
+from pcr_core.tiers.forget_log import ForgetLog, Forgotten
+from pcr_core.tiers.locks import FolderLock, Turn, WriteLock
+from pcr_core.tiers.records import (
+    TOTAL,
+    Contents,
+    IndexTransaction,
+    Record,
+    decode,
+    read_contents,
+    read_tenant,
+)
+from pcr_core.tiers.tables import Tables, number
+
+__all__ = ["ChunkIndex", "IndexTroubleError", "Record"]
 
 _MAP_BYTES = 4 * 2**30
 """Address space, not disk; room for some ten million records. Never changed while
 open: resizing under other processes is what corrupts LMDB maps."""
 _MAX_READERS = 1024
-_TOTAL = b"bytes"
-_KEY_BYTES = 32
+_DATA_FILE = "data.mdb"
+_TRIAL = b"trial"
 
 
 class IndexTroubleError(OSError):
     """LMDB refused: disk full, I/O error, map full."""
 
 
-class Record(msgspec.Struct, array_like=True, frozen=True):
-    """What the index knows of a chunk.
-
-    Attributes:
-        parent: Key of the chunk before it, or its namespace's digest.
-        size: Bytes of its file, header included.
-        stamp: Last committed use; larger is later.
-        digest: xxh3-128 of the file's header.
-    """
-
-    parent: bytes
-    size: int
-    stamp: int
-    digest: bytes
-
-
-class IndexTransaction:
-    """One write transaction. Keeps the byte total beside the records."""
-
-    def __init__(self, txn: lmdb.Transaction) -> None:
-        self._txn = txn
-        self.used = _number(txn.get(_TOTAL))
-
-    def get(self, key: ChunkKey) -> Record | None:
-        """Return a record, or ``None``."""
-        return _decode(self._txn.get(key))
-
-    def put(self, key: ChunkKey, record: Record) -> None:
-        """Add or replace a record."""
-        old = self.get(key)
-        self._set_used(self.used + record.size - (old.size if old else 0))
-        self._txn.put(key, _ENCODER.encode(record))
-
-    def remove(self, key: ChunkKey) -> None:
-        """Remove a record; one that is not there is fine."""
-        old = self.get(key)
-        if old is not None:
-            self._set_used(self.used - old.size)
-            self._txn.delete(key)
-
-    def touch(self, key: ChunkKey, stamp: int) -> None:
-        """Move a record's stamp forward, if it is still there."""
-        old = self.get(key)
-        if old is not None and old.stamp < stamp:
-            self.put(key, msgspec.structs.replace(old, stamp=stamp))
-
-    def records(self) -> dict[ChunkKey, Record]:
-        """Every record."""
-        return _all_records(self._txn)
-
-    def recount(self) -> None:
-        """Set the byte total to the sum over the records."""
-        self._set_used(sum(record.size for record in self.records().values()))
-
-    def _set_used(self, used: int) -> None:
-        self.used = used
-        self._txn.put(_TOTAL, used.to_bytes(8, "little"))
-
-
 class ChunkIndex:
     """The LMDB environment of one folder in this process. Any thread; not across fork.
 
     Made by ``acquire`` only. Reads are short transactions, so what another process
-    has committed is seen at once.
+    has committed is seen at once; they neither block the writer nor wait for it.
 
     Attributes:
         lock: Tells whether another process has the folder open.
@@ -111,22 +65,24 @@ class ChunkIndex:
         self._name = os.path.realpath(folder)
         self._pid = os.getpid()
         self.users = 0
-        self.lock = FolderLock(folder)
-        try:
-            self._env = lmdb.open(
-                str(folder / INDEX_FOLDER),
-                map_size=_MAP_BYTES,
-                max_readers=_MAX_READERS,
-                max_dbs=0,
-            )
-            self._env.reader_check()
-            self._identity = self._on_disk()
-        except (lmdb.Error, OSError) as error:
-            self.lock.close()
-            raise StoreError(
-                f"the index in {folder / INDEX_FOLDER} cannot be opened ({error}); "
-                "free some disk space, or delete the cache folder to start afresh"
-            ) from error
+        with ExitStack() as opened:
+            try:
+                self.lock = FolderLock(folder)
+                opened.callback(self.lock.close)
+                self._writer = WriteLock(folder)
+                opened.callback(self._writer.close)
+                with self._writer.turn():
+                    self._env = _open_environment(folder / INDEX_FOLDER)
+                    opened.callback(self._env.close)
+                    self._tables = _open_tables(self._env, folder / INDEX_FOLDER)
+                self._identity = self._on_disk()
+            except (lmdb.Error, OSError) as error:
+                raise StoreError(
+                    f"the index in {folder / INDEX_FOLDER} cannot be opened ({error}); "
+                    "end a process that hangs, free some disk space, or delete the "
+                    "cache folder to start afresh"
+                ) from error
+            self._resources = opened.pop_all()
 
     @classmethod
     def acquire(cls, folder: Path) -> ChunkIndex:
@@ -156,8 +112,7 @@ class ChunkIndex:
             self.users -= 1
             if self.users == 0 and self._pid == os.getpid():
                 del self._open[self._name]
-                self._env.close()
-                self.lock.close()
+                self._resources.close()
 
     def check_process(self) -> None:
         """Refuse to work in a child made by ``fork``.
@@ -179,45 +134,119 @@ class ChunkIndex:
             return False
 
     def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Record]:
-        """Return the records that exist for ``keys``."""
-        self.check_process()
-        with _translated(), self._env.begin() as txn:
-            found = ((key, _decode(txn.get(key))) for key in keys)
-            return {key: record for key, record in found if record is not None}
+        """Return the records of those of ``keys`` that are stored."""
+        with self._read() as txn:
+            records = self._tables.records
+            found = ((key, decode(txn.get(key, db=records))) for key in keys)
+            return {key: one for key, one in found if one is not None and one.size}
 
-    def records(self) -> dict[ChunkKey, Record]:
+    def contents(self) -> Contents:
         """Return every record."""
-        self.check_process()
-        with _translated(), self._env.begin() as txn:
-            return _all_records(txn)
+        with self._read() as txn:
+            return read_contents(txn, self._tables)
 
     def used_bytes(self) -> int:
         """Bytes of all chunk files with a record."""
-        self.check_process()
-        with _translated(), self._env.begin() as txn:
-            return _number(txn.get(_TOTAL))
+        with self._read() as txn:
+            return number(txn.get(TOTAL, db=self._tables.numbers))
 
-    def totals(self) -> tuple[int, int]:
-        """Bytes as kept, and as summed over the records, at one moment."""
+    def tenant_bytes(self, tenant: bytes) -> int:
+        """Bytes of the chunk files of one tenant."""
+        with self._read() as txn:
+            return read_tenant(txn, self._tables, tenant)
+
+    def epoch(self) -> int:
+        """How many times something was forgotten in this folder."""
+        with self._read() as txn:
+            return ForgetLog(txn, self._tables).epoch()
+
+    def forgotten_since(self, epoch: int) -> Forgotten:
+        """What was forgotten after ``epoch``."""
+        with self._read() as txn:
+            return ForgetLog(txn, self._tables).since(epoch)
+
+    def last_commit(self) -> int:
+        """A number that grows with every commit of any process."""
         self.check_process()
-        with _translated(), self._env.begin() as txn:
-            summed = sum(record.size for record in _all_records(txn).values())
-            return _number(txn.get(_TOTAL)), summed
+        with _translated():
+            return int(self._env.info()["last_txnid"])
+
+    def turn(self) -> AbstractContextManager[Turn]:
+        """Wait for this thread's turn at writing, for a limited time.
+
+        Raises:
+            TimeoutError: If another writer does not finish.
+        """
+        self.check_process()
+        return self._writer.turn()
 
     @contextmanager
     def write(self) -> Iterator[IndexTransaction]:
-        """One durable write transaction; an exception inside undoes all of it."""
+        """One durable write transaction; an exception inside undoes all of it.
+
+        To be opened in this thread's ``turn()``.
+        """
         self.check_process()
         with _translated(), self._env.begin(write=True) as txn:
-            yield IndexTransaction(txn)
+            transaction = IndexTransaction(txn, self._tables)
+            yield transaction
+            transaction.finish()
+
+    @contextmanager
+    def _read(self) -> Iterator[lmdb.Transaction]:
+        self.check_process()
+        with _translated(), self._env.begin() as txn:
+            yield txn
 
     def _on_disk(self) -> tuple[int, int]:
-        stat = os.stat(self._folder / INDEX_FOLDER / "data.mdb")
+        stat = os.stat(self._folder / INDEX_FOLDER / _DATA_FILE)
         return stat.st_dev, stat.st_ino
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Record)
+def _open_environment(folder: Path) -> lmdb.Environment:
+    env = lmdb.open(
+        str(folder),
+        map_size=_MAP_BYTES,
+        max_readers=_MAX_READERS,
+        max_dbs=len(Tables._fields),
+    )
+    env.reader_check()
+    return env
+
+
+def _open_tables(env: lmdb.Environment, folder: Path) -> Tables:
+    """Open the tables of an index whose file may have been cut short.
+
+    To touch a mapped page behind the end of its file kills the process (SIGBUS). LMDB
+    leaves pages unwritten that one transaction took and gave up again, so a good file
+    may be short, too. As zeros, such pages are never met, and pages that were cut off
+    are errors that LMDB reports.
+    """
+    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    if needed > _MAP_BYTES:
+        raise IndexTroubleError(f"{_DATA_FILE} is damaged")
+    short = (folder / _DATA_FILE).stat().st_size < needed
+    if short:
+        os.truncate(folder / _DATA_FILE, needed)
+    with env.begin(write=True) as txn:
+        tables = Tables.open(env, txn)
+        if short:
+            _visit_all(txn, tables)
+    return tables
+
+
+def _visit_all(txn: lmdb.Transaction, tables: Tables) -> None:
+    """Read every entry, and write one, which needs the list of free pages.
+
+    Raises:
+        lmdb.Error: If a page is damaged.
+    """
+    for table in tables:
+        with txn.cursor(db=table) as cursor:
+            for _ in cursor:
+                pass
+    txn.put(_TRIAL, _TRIAL, db=tables.numbers)
+    txn.delete(_TRIAL, db=tables.numbers)
 
 
 @contextmanager
@@ -226,27 +255,3 @@ def _translated() -> Iterator[None]:
         yield
     except lmdb.Error as error:
         raise IndexTroubleError(f"the cache index refused: {error}") from error
-
-
-def _decode(value: bytes | memoryview | None) -> Record | None:
-    """A record that cannot be read counts as none; its file is then an orphan."""
-    if value is None:
-        return None
-    try:
-        return _DECODER.decode(value)
-    except msgspec.MsgspecError:
-        return None
-
-
-def _number(value: bytes | memoryview | None) -> int:
-    return int.from_bytes(value or b"", "little")
-
-
-def _all_records(txn: lmdb.Transaction) -> dict[ChunkKey, Record]:
-    with txn.cursor() as cursor:
-        found = (
-            (ChunkKey(bytes(key)), _decode(bytes(value)))
-            for key, value in cursor
-            if len(key) == _KEY_BYTES
-        )
-        return {key: record for key, record in found if record is not None}

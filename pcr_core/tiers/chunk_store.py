@@ -3,70 +3,77 @@
 One chunk is one file; the record is committed after the file is complete, and a
 chunk without a record does not exist. A crash may lose a chunk, never serve a bad
 one. Several engines and processes may use one folder: each sees what the others have
-committed, and a chunk removed by another is a miss.
+committed, a chunk removed by another is a miss, and one of them writes at a time.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from pcr_core.errors import StoreError
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.chunk_file import (
-    ReadOutcome,
-    chunk_path,
-    discard,
-    read_chunk,
-    write_chunk,
-)
+from pcr_core.tiers.chunk_file import ReadOutcome, chunk_path, read_chunk
 from pcr_core.tiers.chunk_index import ChunkIndex, Record
+from pcr_core.tiers.commit_group import CommitGroup
 from pcr_core.tiers.files import Files
 from pcr_core.tiers.folder import CHUNK_FOLDER, prepare_folder
-from pcr_core.tiers.jobs import (
-    DeleteJob,
-    ReadJob,
-    TouchJob,
-    WriteJob,
-    WriteOutcome,
-    WriterJob,
-)
-from pcr_core.tiers.recovery import audit_store, recover, shrink
+from pcr_core.tiers.forget_log import Forgotten
+from pcr_core.tiers.jobs import ReadJob, WriterJob
+from pcr_core.tiers.records import Contents, IndexTransaction
+from pcr_core.tiers.recovery import Limits, recover, shrink
+from pcr_core.tiers.store_audit import audit_store
 
-_log = logging.getLogger("pcr_core.tiers")
+_TENANT_BYTES = 16
 
 
 class ChunkStore:
     """Chunk files plus index in one folder.
 
-    ``lookup`` and ``read`` may be called from any thread, ``commit`` from one.
+    Everything may be called from any thread; ``commit`` and opening wait for their turn
+    at writing, nothing else does.
 
     Args:
         cache_dir: The folder; created when missing.
         budget_bytes: Hard limit on the bytes of all chunk files, whoever wrote them.
             Opening with a smaller budget than before evicts down to it.
+        tenant: Whose chunks this store writes: a 16-byte digest of the name, or empty.
+        quota_bytes: Hard limit on the bytes of that tenant's chunk files; ``None`` for
+            no limit of its own. Opening with a smaller one evicts down to it.
         files: System calls; replaced in tests.
 
     Raises:
         ConfigError: If the folder cannot be used.
-        StoreError: If another format version wrote it, or the index cannot be opened.
+        StoreError: If another format version wrote it, the index cannot be opened, or
+            another process hangs while it writes.
+        ValueError: If ``tenant`` has another length.
     """
 
     def __init__(
-        self, cache_dir: Path, budget_bytes: int, *, files: Files | None = None
+        self,
+        cache_dir: Path,
+        budget_bytes: int,
+        *,
+        tenant: bytes = b"",
+        quota_bytes: int | None = None,
+        files: Files | None = None,
     ) -> None:
+        if len(tenant) not in (0, _TENANT_BYTES):
+            raise ValueError(f"tenant must have {_TENANT_BYTES} bytes, or none")
         self.budget_bytes = budget_bytes
+        self.quota_bytes = quota_bytes
+        self.tenant = tenant
+        self._limits = Limits(budget_bytes, tenant, quota_bytes)
         self._files = files or Files()
         prepare_folder(cache_dir)
         self._folder = cache_dir / CHUNK_FOLDER
         self._index = ChunkIndex.acquire(cache_dir)
         self._lost = False
         self._closed = False
+        self._opened: tuple[int, Contents] | None = None
         try:
-            if self._index.users == 1:
-                recover(self._index, self._folder, self._files)
-            shrink(self._index, self._folder, self._files, budget_bytes)
+            self._open()
         except BaseException:
             self._index.release()
             raise
@@ -75,12 +82,30 @@ class ChunkStore:
         """Bytes of all chunk files in the folder, headers included."""
         return self._index.used_bytes()
 
+    def tenant_bytes(self) -> int:
+        """Bytes of the chunk files of this store's tenant, headers included."""
+        return self._index.tenant_bytes(self.tenant)
+
+    def contents(self) -> Contents:
+        """Return every record of every namespace, at one moment.
+
+        The first call after opening costs nothing if nobody has written since.
+        """
+        opened, self._opened = self._opened, None
+        if opened is not None and opened[0] == self._index.last_commit():
+            return opened[1]
+        return self._index.contents()
+
     def records(self) -> dict[ChunkKey, Record]:
-        """Return every record, of every namespace."""
-        return self._index.records()
+        """Return the records of all stored chunks, of every namespace."""
+        return self.contents().stored
+
+    def bare_records(self) -> dict[ChunkKey, Record]:
+        """Return the records of chunks that are not stored but have descendants."""
+        return self.contents().bare
 
     def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Record]:
-        """Return the records that exist now, other processes' included.
+        """Return the records of chunks stored now, by other processes, too.
 
         Raises:
             OSError: If the index refused.
@@ -90,58 +115,64 @@ class ChunkStore:
             return {}
         return self._index.lookup(keys)
 
-    def read(self, job: ReadJob) -> None:
-        """Fill the job's buffer with complete and verified bytes, or say why not."""
-        key = job.chunk.key
-        try:
-            record = self._index.lookup([key]).get(key)
-        except OSError as error:
-            job.outcome, job.error = ReadOutcome.FAILED, error
-            return
-        if record is None:
-            job.outcome = ReadOutcome.MISSING
-            return
-        job.outcome = read_chunk(
-            self._files,
-            chunk_path(self._folder, key),
-            job.format,
-            job.chunk,
-            record.digest,
-            job.view,
-        )
-
-    def commit(self, jobs: Sequence[WriterJob]) -> None:
-        """Do one group: remove, write files, then one index transaction.
-
-        Files are removed before others are written, so real bytes never pass the
-        budget, and records change last, so a crash leaves no record of a file that
-        was not complete.
+    def epoch(self) -> int:
+        """How many times something was forgotten in this folder, by any process.
 
         Raises:
-            OSError: If the index refused or the folder is gone. Jobs without an
-                outcome have failed; nothing that was written in this group remains.
+            OSError: If the index refused.
+        """
+        return self._index.epoch()
+
+    def forgotten_since(self, epoch: int) -> Forgotten:
+        """Return what was forgotten after ``epoch``; one short read when nothing was.
+
+        Raises:
+            OSError: If the index refused.
+        """
+        return self._index.forgotten_since(epoch)
+
+    def read(self, job: ReadJob) -> None:
+        """Fill the job's buffer with complete and verified bytes, or say why not.
+
+        A chunk that was evicted or forgotten in the meantime counts as missing.
+        """
+        try:
+            job.outcome = self._read(job)
+        except OSError as error:
+            job.outcome, job.error = ReadOutcome.FAILED, error
+
+    def commit(self, jobs: Sequence[WriterJob]) -> None:
+        """Do one group in order, alone of all threads and processes.
+
+        Budget, quota, epoch and records are decided in one index transaction around
+        the whole group. A file is removed when its job comes, so before those written
+        after it, and the records change last, so a crash leaves no record of a file
+        that was not complete.
+
+        Raises:
+            OSError: If the index refused, the folder is gone, or another writer does
+                not finish. Jobs without an outcome have failed; nothing that was
+                written in this group remains.
         """
         if not self._index.is_present():
             self._lost = True
             raise FileNotFoundError(
                 errno.ENOENT, "the cache folder was deleted; restart to use it again"
             )
-        deletes = [job for job in jobs if isinstance(job, DeleteJob)]
-        removed = self._remove([key for job in deletes for key in job.keys])
-        writes = [job for job in jobs if isinstance(job, WriteJob)]
-        entries = self._write(writes, removed)
-        touched: dict[ChunkKey, int] = {}
-        for job in jobs:
-            if isinstance(job, TouchJob):
-                touched.update(job.stamps)
-        try:
-            if entries:
-                self._files.fsync_folder(self._folder)
-            self._publish(removed, entries, touched)
-        except BaseException:
-            for job in entries:
-                discard(self._files, chunk_path(self._folder, job.chunk.key))
-            raise
+        with self._index.turn() as turn:
+            group = CommitGroup(self._folder, self._files, self._limits)
+            try:
+                with self._index.write() as txn:
+                    if turn.unclean:
+                        group.sweep(txn)
+                        turn.unclean = False
+                    group.run(txn, jobs)
+            except BaseException:
+                group.undo()
+                raise
+            finally:
+                turn.unclean |= group.unclean
+            group.settle()
 
     def audit(self, *, fix: bool) -> list[str]:
         """Read every chunk file and compare it with the index; return what is wrong.
@@ -160,75 +191,60 @@ class ChunkStore:
             self._closed = True
             self._index.release()
 
-    def _remove(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, int]:
-        """Unlink files; return the sizes of the records that may now go."""
-        removed: dict[ChunkKey, int] = {}
-        for key, record in self._index.lookup(keys).items():
-            try:
-                self._files.unlink(chunk_path(self._folder, key))
-            except OSError as error:
-                # The file still takes space, so its record stays and is counted.
-                _log.warning("cannot remove chunk file %s: %s", key.hex(), error)
-                continue
-            removed[key] = record.size
-        return removed
+    def _read(self, job: ReadJob) -> ReadOutcome:
+        key = job.chunk.key
+        record = self._index.lookup([key]).get(key)
+        if record is None:
+            return ReadOutcome.MISSING
+        outcome = read_chunk(
+            self._files,
+            chunk_path(self._folder, key),
+            job.format,
+            job.chunk,
+            record.digest,
+            job.view,
+        )
+        now = self._index.lookup([key]).get(key)
+        if now is None or now.digest != record.digest:
+            return ReadOutcome.MISSING
+        return outcome
 
-    def _write(
-        self, jobs: Sequence[WriteJob], removed: dict[ChunkKey, int]
-    ) -> dict[WriteJob, Record]:
-        """Write files, each within the budget; return those that want a record."""
-        known = self._index.lookup(job.chunk.key for job in jobs)
-        used = self._index.used_bytes() - sum(removed.values())
-        entries: dict[WriteJob, Record] = {}
-        for job in jobs:
-            key = job.chunk.key
-            old = known.get(key) if key not in removed else None
-            if old is not None and not job.replace:
-                job.outcome = WriteOutcome.STORED
-                continue
-            if used + job.nbytes > self.budget_bytes:
-                job.outcome = WriteOutcome.NO_ROOM
-                continue
-            record = self._write_one(job)
-            if record is not None:
-                entries[job] = record
-                used += job.nbytes - (old.size if old else 0)
-        return entries
-
-    def _write_one(self, job: WriteJob) -> Record | None:
+    def _open(self) -> None:
+        """Recover if we are the first of this process; shrink if need be."""
+        first = self._index.users == 1
         try:
-            digest = write_chunk(
-                self._files, self._folder, job.format, job.chunk, job.view
-            )
+            if not first and self._fits():
+                return
+            with self._index.turn() as turn:
+                with self._index.write() as txn:
+                    if first:
+                        contents, left = recover(txn, self._folder, self._files)
+                        turn.unclean = bool(left)
+                        self._prune(txn, contents)
+                    shrunk = shrink(txn, self._folder, self._files, self._limits)
+                if first and not shrunk:
+                    self._opened = self._index.last_commit(), contents
         except OSError as error:
-            job.outcome, job.error = WriteOutcome.FAILED, error
-            return None
-        return Record(job.chunk.parent, job.nbytes, job.stamp, digest)
+            raise StoreError(
+                f"the cache folder {self._folder.parent} cannot be recovered and "
+                f"brought down to {self.budget_bytes} bytes ({error}); free some disk "
+                "space, raise ssd_bytes, or delete the folder to start afresh"
+            ) from error
 
-    def _publish(
-        self,
-        removed: dict[ChunkKey, int],
-        entries: dict[WriteJob, Record],
-        touched: dict[ChunkKey, int],
-    ) -> None:
-        """The commit: after it the written chunks exist, and only then."""
-        if not (removed or entries or touched):
-            return
-        crowded = []
-        with self._index.write() as txn:
-            for key in removed:
-                txn.remove(key)
-            for job, record in entries.items():
-                # Another process may have used the room since it was checked.
-                if txn.used + record.size > self.budget_bytes:
-                    crowded.append(job)
-                    txn.remove(job.chunk.key)
-                    continue
-                txn.put(job.chunk.key, record)
-            for key, stamp in touched.items():
-                txn.touch(key, stamp)
-        for job in entries:
-            job.outcome = WriteOutcome.STORED
-        for job in crowded:
-            job.outcome = WriteOutcome.NO_ROOM
-            discard(self._files, chunk_path(self._folder, job.chunk.key))
+    def _fits(self) -> bool:
+        quota = self.quota_bytes
+        return self.used_bytes() <= self.budget_bytes and (
+            quota is None or self.tenant_bytes() <= quota
+        )
+
+    def _prune(self, txn: IndexTransaction, contents: Contents) -> None:
+        """Drop heads of documents of which nothing is left.
+
+        Only when nobody else is here: another process may be about to write chunks of a
+        document that it has registered.
+        """
+        with self._index.lock.alone() as alone:
+            if alone:
+                txn.forgotten.prune(
+                    lambda key: key in contents.stored or key in contents.bare
+                )

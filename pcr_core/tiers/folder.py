@@ -1,19 +1,15 @@
-"""The cache folder: is it ours, may we use it, is anybody else using it."""
+"""The cache folder: is it ours, and may we use it."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pcr_core.errors import ConfigError, StoreError
 from pcr_core.index.chunk import FORMAT_VERSION
 
 FORMAT_FILE = "format.json"
-LOCK_FILE = "lock"
 INDEX_FOLDER = "index"
 CHUNK_FOLDER = "chunks"
 SIBLINGS = frozenset({"models"})
@@ -90,37 +86,3 @@ def _write_format(folder: Path) -> None:
     text = json.dumps({"format": FORMAT_VERSION})
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, folder / FORMAT_FILE)
-
-
-class FolderLock:
-    """Tells whether this process is alone on the folder. One per process and folder.
-
-    Every user holds the lock shared while it is open; whoever can get it exclusively
-    is alone. The kernel lets go of it when a process dies, however it dies.
-
-    Raises:
-        OSError: If the lock file cannot be opened.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
-
-    @contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Yield True, and keep others from opening, if no other process is there."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            # A failed upgrade may have dropped the shared lock.
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
-
-    def close(self) -> None:
-        """Let go."""
-        os.close(self._fd)

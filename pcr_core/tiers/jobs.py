@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,7 @@ class WriteOutcome(enum.Enum):
     STORED = "stored"
     DROPPED = "dropped"
     NO_ROOM = "no room"
+    FORGOTTEN = "forgotten"
     FAILED = "failed"
 
 
@@ -52,6 +53,12 @@ class WriteJob:
     Attributes:
         stamp: Recency of the chunk; the lowest is dropped first from a full queue.
         replace: Write even if the chunk is stored: its file could not be read.
+        ancestors: Keys of the prompt's chunks, root first, up to this one's parent.
+            What follows the parent is ignored, so the jobs of a prompt may share one
+            list of all its keys.
+        epoch: The store's epoch when the chunk was known to belong to nothing that is
+            forgotten. If it, or a chunk before it, has been forgotten since, the write
+            is dropped.
     """
 
     format: ChunkFormat
@@ -59,6 +66,8 @@ class WriteJob:
     view: memoryview
     stamp: int
     replace: bool = False
+    ancestors: Sequence[ChunkKey] = ()
+    epoch: int = 0
     outcome: WriteOutcome | None = None
     error: BaseException | None = None
 
@@ -66,6 +75,21 @@ class WriteJob:
     def nbytes(self) -> int:
         """Bytes of the file it makes."""
         return self.format.file_nbytes
+
+    def lineage(self) -> list[bytes]:
+        """Digest of the namespace, then the keys of all chunks before this one.
+
+        Raises:
+            ValueError: If the parent is not among ``ancestors``.
+        """
+        root = self.format.namespace.root
+        if self.chunk.parent == root:
+            return [root]
+        try:
+            depth = self.ancestors.index(ChunkKey(self.chunk.parent))
+        except ValueError:
+            raise ValueError("a write whose parent is not in its ancestors") from None
+        return [root, *self.ancestors[: depth + 1]]
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +108,53 @@ class TouchJob:
     error: BaseException | None = None
 
 
-WriterJob = WriteJob | DeleteJob | TouchJob
+@dataclass(slots=True, eq=False)
+class DocumentJob:
+    """Remember where documents begin, so that they can be forgotten. Never dropped.
+
+    To be queued before the writes of the chunks it names.
+
+    Attributes:
+        heads: Digest of a document (16 bytes) -> key of the first chunk that contains
+            any of it, under each prefix it was seen behind. Added to what is known.
+        epoch: The store's epoch when the documents were seen. Those forgotten since are
+            not remembered: their heads count as forgotten, too. ``None`` skips this.
+    """
+
+    heads: Mapping[bytes, Collection[ChunkKey]]
+    epoch: int | None = None
+    error: BaseException | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ForgetJob:
+    """Remove all chunks that contain or follow a document. Never dropped.
+
+    Of every model and namespace that uses the folder, if they named the document by the
+    same digest.
+
+    Attributes:
+        document: Its digest (16 bytes).
+        heads: First chunks known to the caller only, beside those in the index.
+        keys: Receipt: chunks whose record was removed.
+        files: Names of the files that were removed.
+        left: Names of files that could not be removed. No record names them, so they
+            are never read; the next write, opening or repair removes them.
+        nbytes: Bytes of ``files``.
+        epoch: Number of this removal; 0 while it has not happened.
+    """
+
+    document: bytes
+    heads: Collection[ChunkKey] = ()
+    keys: Sequence[ChunkKey] = ()
+    files: Sequence[str] = ()
+    left: Sequence[str] = ()
+    nbytes: int = 0
+    epoch: int = 0
+    error: BaseException | None = None
+
+
+WriterJob = WriteJob | DeleteJob | TouchJob | DocumentJob | ForgetJob
 Job = ReadJob | WriterJob
 
 
@@ -164,5 +234,5 @@ def fail(jobs: Iterable[Job], error: BaseException) -> None:
             job.outcome, job.error = ReadOutcome.FAILED, error
         elif isinstance(job, WriteJob) and job.outcome is None:
             job.outcome, job.error = WriteOutcome.FAILED, error
-        elif isinstance(job, (DeleteJob, TouchJob)):
+        elif not isinstance(job, (ReadJob, WriteJob)):
             job.error = job.error or error

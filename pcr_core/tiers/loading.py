@@ -32,6 +32,7 @@ class Loading:
         fmt: Size of a chunk and of its file.
         stop: How long requests wait for reads.
         planner: Says what to read and what to compute.
+        barred: Whether a chunk must not be lent: it was forgotten.
         stats: Counters.
         poll: Takes in finished I/O.
     """
@@ -44,6 +45,7 @@ class Loading:
         stop: StopPolicy,
         planner: LoadPlanner,
         *,
+        barred: Callable[[Node], bool],
         stats: StoreCounters,
         poll: Callable[[], None],
     ) -> None:
@@ -52,6 +54,7 @@ class Loading:
         self._format = fmt
         self._stop = stop
         self._planner = planner
+        self._barred = barred
         self._stats = stats
         self._poll = poll
 
@@ -59,6 +62,8 @@ class Loading:
         """Lend what is in DRAM, start reading what is on SSD, reserve the rest."""
         nodes = [chunk.node for chunk in lease.path]
         for index, node in enumerate(nodes[:usable]):
+            if self._barred(node):
+                continue
             if node.host is Host.READY:
                 tier = "ssd" if self._dram.take_fetched(node) else "dram"
                 lease.add_source(index, self._dram.slot(node), tier)

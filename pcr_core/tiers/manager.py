@@ -11,7 +11,7 @@ caller. The edge cases are those of PCR (arXiv 2603.23049) and of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -28,9 +28,11 @@ from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId, ReadOutcome
 from pcr_core.tiers.chunk_store import ChunkStore
 from pcr_core.tiers.dram import DramTier
 from pcr_core.tiers.eviction_log import EvictionLog
+from pcr_core.tiers.forget_log import Forgotten
+from pcr_core.tiers.forgetting import Forgetting
 from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.io_pool import InlineIo, IoPool
-from pcr_core.tiers.jobs import Io, ReadJob
+from pcr_core.tiers.jobs import ForgetJob, Io, ReadJob
 from pcr_core.tiers.lease import Lease, PathChunk
 from pcr_core.tiers.load_plan import LoadPlanner
 from pcr_core.tiers.loading import Loading
@@ -129,6 +131,16 @@ class TierManager:
             log=log,
         )
         self._dram.save = self._writes.save_leaving
+        self._forgetting = Forgetting(
+            tree,
+            self._dram,
+            self._writes,
+            self._store,
+            self._io,
+            stats=stats,
+            trouble=trouble,
+            log=log,
+        )
         self._reads = ReadIn(
             tree, self._dram, self._io, self._format, stats, trouble, self._lost
         )
@@ -144,6 +156,7 @@ class TierManager:
                 self._format.file_nbytes,
                 self._settings.longest_forward,
             ),
+            barred=self._forgetting.is_doomed,
             stats=stats,
             poll=self.poll,
         )
@@ -192,7 +205,12 @@ class TierManager:
         if ssd_bytes == 0:
             nothing = NoStore()
             return cls(layout, namespace, pool, nothing, InlineIo(nothing), settings)
-        store = ChunkStore(cache_dir, ssd_bytes)
+        store = ChunkStore(
+            cache_dir,
+            ssd_bytes,
+            tenant=settings.tenant,
+            quota_bytes=settings.quota_bytes,
+        )
         io = IoPool(
             store,
             max_write_bytes=max(pool.nbytes // 2, _SMALL_QUEUE_BYTES),
@@ -234,6 +252,7 @@ class TierManager:
                 f"not fit a prompt of {len(tokens)} tokens"
             )
         self.poll()
+        self.catch_up()
         self._note_size(len(keys))
         self.departures.cause = f"request {self.stats.requests + len(self._leases) + 1}"
         nodes = self._tree.grow(self._root, keys, self._settings.tenant)
@@ -271,7 +290,9 @@ class TierManager:
         self._commit(lease, nodes)
         self._tree.unpin(nodes)
         if not self._closed:
-            self._writes.used(nodes, [chunk.id for chunk in lease.path])
+            kept = [c for c in lease.path if not self._forgetting.is_doomed(c.node)]
+            self._writes.used([c.node for c in kept], [c.id for c in kept])
+        self._forgetting.sweep()
         self.version += 1
 
     # --- the queue ---
@@ -299,6 +320,37 @@ class TierManager:
         self._hints.add(wanted)
         self.version += 1
 
+    # --- documents ---
+
+    def register(self, heads: Mapping[bytes, ChunkKey]) -> None:
+        """Remember where documents begin; see ``Forgetting.register``."""
+        self._forgetting.register(heads)
+
+    def begin_forget(self, document: bytes) -> ForgetJob:
+        """Have everything that contains or follows a document removed from the store.
+
+        Memory follows with ``catch_up`` once the job has ended.
+
+        Args:
+            document: Its digest.
+        """
+        return self._forgetting.begin(document)
+
+    def wait_for(self, job: ForgetJob) -> None:
+        """Block until a job has ended. Any thread."""
+        self._io.wait([job])
+
+    def end_forget(self, job: ForgetJob) -> list[ChunkKey]:
+        """Drop what a finished job has removed; return the keys that were in DRAM."""
+        self.poll()
+        return self._forgetting.drop(frozenset(job.keys) | frozenset(job.heads))
+
+    def catch_up(self) -> Forgotten | None:
+        """Drop what any process has had forgotten; see ``Forgetting.catch_up``."""
+        news = self._forgetting.catch_up()
+        self.version += news is not None
+        return news
+
     # --- between steps ---
 
     def prepare(self) -> bool:
@@ -320,6 +372,7 @@ class TierManager:
         if jobs:
             self.version += 1
         self._writes.settle()
+        self._forgetting.sweep()
 
     # --- the whole ---
 

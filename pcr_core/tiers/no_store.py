@@ -8,13 +8,17 @@ from pcr_core.index.chunk import ChunkKey
 from pcr_core.tiers.chunk_file import ReadOutcome
 from pcr_core.tiers.chunk_index import Record
 from pcr_core.tiers.chunk_store import ChunkStore
+from pcr_core.tiers.forget_log import Forgotten
 from pcr_core.tiers.jobs import ReadJob, WriterJob
+from pcr_core.tiers.records import Contents
 
 
 class NoStore:
     """Holds nothing and takes nothing. A stand-in for ``ChunkStore``; any thread."""
 
     budget_bytes = 0
+    quota_bytes = None
+    tenant = b""
 
     def used_bytes(self) -> int:
         """Return 0."""
@@ -23,6 +27,18 @@ class NoStore:
     def records(self) -> dict[ChunkKey, Record]:
         """Return nothing."""
         return {}
+
+    def contents(self) -> Contents:
+        """Return nothing."""
+        return Contents({}, {}, set(), [])
+
+    def epoch(self) -> int:
+        """Return 0."""
+        return 0
+
+    def forgotten_since(self, epoch: int) -> Forgotten:
+        """Return that nothing was."""
+        return Forgotten(0, frozenset(), frozenset())
 
     def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Record]:
         """Return nothing."""

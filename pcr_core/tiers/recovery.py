@@ -1,236 +1,153 @@
-"""What happens to a store's folder when it is opened, shrunk or audited."""
+"""What happens to a store's folder when it is opened, swept or shrunk.
+
+All of it in the writer's turn and inside its transaction: nobody else is writing, so a
+file that no record names belongs to nobody.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-import struct
-import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-import xxhash
-
-from pcr_core.errors import StoreError
-from pcr_core.index.chunk import ChunkKey, Namespace, chunk_keys
-from pcr_core.tiers.chunk_file import SUFFIX, TEMPORARY, chunk_path, header_digest
-from pcr_core.tiers.chunk_index import ChunkIndex, Record
+from pcr_core.index.chunk import ChunkKey
+from pcr_core.tiers.chunk_file import TEMPORARY, chunk_key, chunk_path
 from pcr_core.tiers.files import Files
+from pcr_core.tiers.records import Contents, IndexTransaction
 
-_OLD_SECONDS = 3600.0
-"""Beyond this age a file without a record cannot belong to a write under way."""
+_log = logging.getLogger("pcr_core.tiers")
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A file in the chunk folder."""
+class Limits:
+    """What may be stored.
 
-    path: Path
-    size: int
-    age: float
+    Attributes:
+        budget: Bytes of all chunk files, whoever wrote them.
+        tenant: Whose chunks this store writes.
+        quota: Bytes of that tenant's chunk files; ``None`` for no limit of its own.
+    """
 
-    @property
-    def key(self) -> ChunkKey | None:
-        """The chunk it names, or ``None`` for any other file."""
-        if self.path.suffix != SUFFIX:
-            return None
-        try:
-            key = bytes.fromhex(self.path.stem)
-        except ValueError:
-            return None
-        return ChunkKey(key) if len(key) == 32 else None
+    budget: int
+    tenant: bytes
+    quota: int | None
 
 
-def recover(index: ChunkIndex, folder: Path, files: Files) -> None:
+def recover(
+    txn: IndexTransaction, folder: Path, files: Files
+) -> tuple[Contents, dict[str, int]]:
     """Bring folder and index together after whatever happened to the last process.
 
-    Records without a complete file go; temporary files and files without a record go
-    unless another live process may be about to finish them; bytes are recounted.
+    One pass over the records and one over the names in the folder. Sizes are not
+    looked at: a read verifies every byte anyway, and a file that was cut short takes
+    less room than is counted.
+
+    Returns:
+        The records; name and bytes of files that should go but cannot be removed.
 
     Raises:
-        StoreError: If the folder or the index refuses.
+        OSError: If the folder or the index refuses.
     """
-    try:
-        with index.lock.alone() as alone:
-            found = list(_scan(folder))
-            sizes = {item.key: item.size for item in found if item.key is not None}
-            records = index.records()
-            stale = [
-                key
-                for key, record in records.items()
-                if sizes.get(key) != record.size
-                and _size_now(chunk_path(folder, key)) != record.size
-            ]
-            total = sum(record.size for record in records.values())
-            if stale or total != index.used_bytes():
-                with index.write() as txn:
-                    for key in stale:
-                        txn.remove(key)
-                    txn.recount()
-            for path in _garbage(index, found, alone=alone):
-                files.unlink(path)
-    except OSError as error:
-        raise StoreError(
-            f"the cache folder {folder.parent} cannot be recovered ({error}); free "
-            "some disk space, or delete the folder to start afresh"
-        ) from error
+    contents = txn.contents()
+    if mend(txn, contents):
+        contents = txn.contents()
+    missing = set(contents.stored)
+    stray = list(stray_files(folder, contents.stored, missing))
+    for key in missing:
+        txn.remove(key)
+    if missing:
+        contents = txn.contents()
+    txn.recount(contents.totals())
+    return contents, _remove(files, stray)
 
 
-def shrink(index: ChunkIndex, folder: Path, files: Files, budget: int) -> None:
-    """Evict least recently used chunks until the files fit the budget.
+def sweep(txn: IndexTransaction, folder: Path, files: Files) -> dict[str, int]:
+    """Remove the files that no record names.
+
+    Returns:
+        Name and bytes of those that could not be removed.
+    """
+    return _remove(files, list(stray_files(folder, txn.contents().stored)))
+
+
+def mend(txn: IndexTransaction, contents: Contents) -> bool:
+    """Close the index over ancestors again, should it have been damaged.
+
+    Returns:
+        Whether anything was removed.
+    """
+    loose, idle = contents.detached(), contents.childless()
+    for key in contents.unreadable:
+        txn.discard(key)
+    for key in loose:
+        txn.remove_subtree(key)
+    for key, record in idle.items():
+        txn.erase(key, record)
+    if contents.unreadable or loose:
+        txn.relink()
+    return bool(contents.unreadable or loose or idle)
+
+
+def shrink(
+    txn: IndexTransaction, folder: Path, files: Files, limits: Limits
+) -> set[ChunkKey]:
+    """Evict least recently used chunks until the files fit quota and budget.
 
     Parents carry newer stamps than their children, so leaves go first.
 
+    Returns:
+        The chunks that were evicted.
+
     Raises:
-        StoreError: If files cannot be removed.
+        OSError: If files cannot be removed.
     """
-    try:
-        excess = index.used_bytes() - budget
+    doomed: set[ChunkKey] = set()
+
+    def evict(excess: int, tenant: bytes | None) -> None:
         if excess <= 0:
             return
-        doomed = []
-        by_age = sorted(index.records().items(), key=lambda item: item[1].stamp)
-        for key, record in by_age:
-            if excess <= 0:
-                break
-            files.unlink(chunk_path(folder, key))
-            doomed.append(key)
-            excess -= record.size
-        with index.write() as txn:
-            for key in doomed:
+        stored = txn.contents().stored
+        for key in sorted(stored, key=lambda key: stored[key].stamp):
+            if excess > 0 and tenant in (None, stored[key].tenant):
+                files.unlink(chunk_path(folder, key))
                 txn.remove(key)
-    except OSError as error:
-        raise StoreError(
-            f"the cache folder {folder.parent} cannot be brought down to {budget} "
-            f"bytes ({error}); raise ssd_bytes or delete the folder"
-        ) from error
+                doomed.add(key)
+                excess -= stored[key].size
+
+    if limits.quota is not None:
+        evict(txn.tenant_bytes(limits.tenant) - limits.quota, limits.tenant)
+    evict(txn.used - limits.budget, None)
+    return doomed
 
 
-def audit_store(
-    index: ChunkIndex, folder: Path, files: Files, *, fix: bool
-) -> list[str]:
-    """Read every file, compare it with the index; see ``ChunkStore.audit``."""
-    try:
-        bad = _bad_chunks(index, folder)
-        with index.lock.alone() as alone:
-            found = list(_scan(folder))
-            garbage = list(_garbage(index, found, alone=alone and index.users == 1))
-            kept, counted = index.totals()
-            if fix and (bad or garbage or kept != counted):
-                _repair(index, folder, files, list(bad), garbage)
-    except OSError as error:
-        raise StoreError(
-            f"the audit of {folder.parent} could not finish ({error}); check the disk"
-        ) from error
-    problems = [f"chunk {key.hex()[:12]}: {text}" for key, text in bad.items()]
-    problems += [f"file {path.name}: belongs to no chunk" for path in garbage]
-    if kept != counted:
-        problems.append(f"the index counts {kept} bytes, its records have {counted}")
-    return problems
+def stray_files(
+    folder: Path, stored: Container[ChunkKey], unseen: set[ChunkKey] | None = None
+) -> Iterator[Path]:
+    """Files that no record names: unfinished ones and those of no stored chunk.
 
-
-def _bad_chunks(index: ChunkIndex, folder: Path) -> dict[ChunkKey, str]:
-    bad = {}
-    for key, record in index.records().items():
-        problem = verify_file(chunk_path(folder, key), key, record)
-        # Another process may have evicted or rewritten it since the records were read.
-        if problem is not None and index.lookup([key]).get(key) == record:
-            bad[key] = problem
-    return bad
-
-
-def verify_file(path: Path, key: ChunkKey, record: Record) -> str | None:
-    """Check a chunk file against its record and itself, without knowing its model.
-
-    Returns:
-        What is wrong, or ``None``.
+    Args:
+        folder: Where chunk files live.
+        stored: The chunks that have a record.
+        unseen: Keys of the files that are met are taken out of this set.
     """
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return "its file is missing"
-    if len(raw) != record.size:
-        return f"its file has {len(raw)} bytes instead of {record.size}"
-    start = 8 + int.from_bytes(raw[:8], "little")
-    if header_digest(raw[:start]) != record.digest:
-        return "its header is damaged"
-    header = msgspec.json.decode(raw[8:start], type=dict[str, dict[str, object]])
-    metadata = header.pop("__metadata__")
-    packed = bytes.fromhex(str(metadata["tokens_u32le"]))
-    tokens = struct.unpack(f"<{len(packed) // 4}I", packed)
-    if chunk_keys(Namespace(record.parent), tokens, len(tokens)) != [key]:
-        return "its tokens do not give its key"
-    spans = [
-        msgspec.convert(tensor["data_offsets"], tuple[int, int])
-        for tensor in header.values()
-    ]
-    data = memoryview(raw)[start:]
-    sums = [
-        xxhash.xxh3_128_hexdigest(data[keys[0] : values[1]])
-        for keys, values in zip(spans[::2], spans[1::2], strict=True)
-    ]
-    if sums != str(metadata["layers_xxh3_128"]).split():
-        return "its data is damaged"
-    return None
-
-
-def _repair(
-    index: ChunkIndex,
-    folder: Path,
-    files: Files,
-    bad: list[ChunkKey],
-    garbage: list[Path],
-) -> None:
-    for path in [chunk_path(folder, key) for key in bad] + garbage:
-        files.unlink(path)
-    with index.write() as txn:
-        for key in bad:
-            txn.remove(key)
-        txn.recount()
-
-
-def _garbage(index: ChunkIndex, found: list[_Found], *, alone: bool) -> Iterator[Path]:
-    """Files that no record names and that nobody is about to give one."""
-    records = index.records()
-    for item in found:
-        if item.key is not None:
-            orphan = item.key not in records
-            if orphan and (alone or item.age > _OLD_SECONDS):
-                yield item.path
-        elif item.path.suffix == TEMPORARY and (
-            alone or item.age > _OLD_SECONDS or not _writer_lives(item.path)
-        ):
-            yield item.path
-
-
-def _writer_lives(path: Path) -> bool:
-    """Whether the process named in a temporary file's name exists."""
-    parts = path.name.split(".")
-    if len(parts) != 4 or not parts[1].isdigit():
-        return False
-    try:
-        os.kill(int(parts[1]), 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
-
-
-def _scan(folder: Path) -> Iterator[_Found]:
-    now = time.time()
     with os.scandir(folder) as entries:
         for entry in entries:
-            try:
-                stat = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            yield _Found(Path(entry.path), stat.st_size, now - stat.st_mtime)
+            key = chunk_key(entry.name)
+            if key is not None and key in stored:
+                if unseen is not None:
+                    unseen.discard(key)
+            elif key is not None or entry.name.endswith(TEMPORARY):
+                yield Path(entry.path)
 
 
-def _size_now(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
+def _remove(files: Files, paths: list[Path]) -> dict[str, int]:
+    left = {}
+    for path in paths:
+        try:
+            files.unlink(path)
+        except OSError as error:
+            _log.warning("cannot remove %s: %s", path.name, error)
+            left[path.name] = path.stat().st_size
+    return left

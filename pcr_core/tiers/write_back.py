@@ -18,7 +18,14 @@ from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId
 from pcr_core.tiers.chunk_index import Record
 from pcr_core.tiers.dram import DramTier
 from pcr_core.tiers.eviction_log import EvictionLog
-from pcr_core.tiers.jobs import DeleteJob, Io, TouchJob, WriteJob, WriteOutcome
+from pcr_core.tiers.jobs import (
+    DeleteJob,
+    Io,
+    TouchJob,
+    WriteJob,
+    WriteOutcome,
+    WriterJob,
+)
 from pcr_core.tiers.no_store import Store
 from pcr_core.tiers.trouble import TroubleLog
 from pcr_core.tiers.write_policy import WritePolicy
@@ -35,7 +42,7 @@ class Unsaved:
 
     Attributes:
         chunk: Its identity.
-        ancestors: Keys of the chunks before it, root first.
+        ancestors: Keys of the prompt it was computed for, root first.
     """
 
     chunk: ChunkId
@@ -55,6 +62,10 @@ class WriteBack:
         stats: Where outcomes are counted.
         trouble: Where failures are logged.
         log: Where departures are remembered.
+
+    Attributes:
+        epoch: The store's epoch that DRAM is up to date with; goes with every write, so
+            that one which was queued before a ``forget`` is not carried out after it.
     """
 
     def __init__(
@@ -79,6 +90,7 @@ class WriteBack:
         self._stats = stats
         self._trouble = trouble
         self._log = log
+        self.epoch = 0
         self._unsaved: dict[Node, Unsaved] = {}
         self._writing: dict[WriteJob, Node] = {}
         self._deleting: dict[DeleteJob, int] = {}
@@ -103,21 +115,29 @@ class WriteBack:
     def adopt(self, keys: Iterable[ChunkKey]) -> None:
         """Take in chunks that another engine or process has stored."""
         for key, record in self.find(keys).items():
-            self._tree.add_stored(key, record.parent, record.size, record.stamp)
+            self._tree.add_stored(
+                key, record.parent, record.size, record.stamp, record.tenant
+            )
 
     def resync(self) -> None:
         """Bring the disk states in line with the index, after others changed it."""
         try:
-            records = self._store.records()
+            contents = self._store.contents()
         except OSError as error:
             self._trouble.once("index", "the cache index cannot be read", error)
             return
-        for key, record in records.items():
+        for key, record in contents.bare.items():
+            self._tree.add_known(key, record.parent, record.tenant)
+        for key, record in contents.stored.items():
             if not self._is_hidden(key):
-                self._tree.add_stored(key, record.parent, record.size, record.stamp)
+                self._tree.add_stored(
+                    key, record.parent, record.size, record.stamp, record.tenant
+                )
         for node in list(self._tree.nodes()):
-            if node.disk is Disk.STORED and node.key not in records:
+            if node.disk is Disk.STORED and node.key not in contents.stored:
+                self._log.note(node.key, "ssd", "removed by another process")
                 self._tree.advance_disk(node, Event.REMOVE)
+        self._tree.prune()
 
     # --- what is written and removed ---
 
@@ -129,11 +149,11 @@ class WriteBack:
         """
         keys = [node.key for node in path]
         wanted = []
-        for index, (node, chunk) in enumerate(zip(path, chunks, strict=True)):
+        for node, chunk in zip(path, chunks, strict=True):
             if node.disk is Disk.STORED:
                 self._touched[node.key] = node.last_used
             elif node.host is Host.READY and node.disk is Disk.NONE:
-                self._unsaved[node] = Unsaved(chunk, keys[:index])
+                self._unsaved[node] = Unsaved(chunk, keys)
                 if self._policy.when_used(node):
                     wanted.append(node)
         self.write(wanted)
@@ -152,11 +172,16 @@ class WriteBack:
             if not self._is_unsaved(node):
                 continue  # another process has stored it, as we have just learnt
             used -= self._make_room(node, used + size)
-            if used + size > self._store.budget_bytes:
+            if used + size > self._store.budget_bytes or self._over_quota(size):
                 self._stats.write_drops += 1
                 continue
             used += size
             self._queue(node)
+
+    def disown(self, node: Node) -> None:
+        """Never write a chunk that is only in DRAM: it was forgotten."""
+        self._unsaved.pop(node, None)
+        self._touched.pop(node.key, None)
 
     def save_leaving(self, victim: Node) -> bool:
         """Asked before a chunk leaves DRAM; see ``DramTier.save``."""
@@ -203,6 +228,8 @@ class WriteBack:
             self._dram.view(node),
             node.last_used,
             replace=node.key in self._unreadable,
+            ancestors=unsaved.ancestors,
+            epoch=self.epoch,
         )
         self._writing[job] = node
         self._io.write(job)
@@ -218,6 +245,7 @@ class WriteBack:
         if node.disk is not Disk.STORED:
             return
         size = node.disk_bytes
+        self._log.note(node.key, "ssd", "damaged or gone" if delete else "unreadable")
         self._tree.advance_disk(node, Event.REMOVE)
         if delete:
             self._delete(node.key, size)
@@ -232,7 +260,7 @@ class WriteBack:
 
     # --- what came of it ---
 
-    def apply(self, job: WriteJob | DeleteJob | TouchJob) -> None:
+    def apply(self, job: WriterJob) -> None:
         """Take in a finished job of the writer."""
         if isinstance(job, WriteJob):
             self._apply_write(job)
@@ -270,6 +298,9 @@ class WriteBack:
             message = "a chunk could not be written"
             self._trouble.once(f"write {kind}", message, job.error)
             return
+        if job.outcome is WriteOutcome.FORGOTTEN:
+            self.disown(node)
+            return
         self._stats.write_drops += 1
         self._must_resync |= job.outcome is WriteOutcome.NO_ROOM
 
@@ -300,20 +331,46 @@ class WriteBack:
             self.resync()
         return used + queued - leaving
 
+    def _over_quota(self, coming: int) -> bool:
+        """Whether this tenant would have more than its share."""
+        quota = self._store.quota_bytes
+        return quota is not None and self._tenant_bytes() + coming > quota
+
+    def _tenant_bytes(self) -> int:
+        """Bytes of this tenant on SSD once everything queued is done, as known here."""
+        queued = sum(job.nbytes for job in self._writing)
+        return self._tree.tenant_bytes(self._store.tenant) + queued
+
     def _make_room(self, node: Node, wanted: int) -> int:
-        """Evict older leaves until ``wanted`` bytes fit; return the bytes freed."""
+        """Evict older leaves until ``wanted`` bytes fit; return the bytes freed.
+
+        Within the quota the tenant's own leaves go, within the budget anybody's.
+        """
         freed = 0
-        while wanted - freed > self._store.budget_bytes:
-            victim = self._tree.disk_victim()
-            if victim is None or victim.last_used >= node.last_used:
+        size = self._format.file_nbytes
+        while self._over_quota(size):
+            gone = self._evict_older(node, self._store.tenant, "quota")
+            if not gone:
                 break
-            size = victim.disk_bytes
-            self._log.note(victim.key, "ssd", "ssd budget")
-            self._tree.advance_disk(victim, Event.EVICT)
-            self._stats.ssd_evictions += 1
-            self._delete(victim.key, size)
-            freed += size
+            freed += gone
+        while wanted - freed > self._store.budget_bytes:
+            gone = self._evict_older(node, None, "ssd budget")
+            if not gone:
+                break
+            freed += gone
         return freed
+
+    def _evict_older(self, node: Node, tenant: bytes | None, reason: str) -> int:
+        """Evict one leaf that was used before ``node``; return its bytes, 0 if none."""
+        victim = self._tree.disk_victim(tenant)
+        if victim is None or victim.last_used >= node.last_used:
+            return 0
+        size = victim.disk_bytes
+        self._log.note(victim.key, "ssd", reason)
+        self._tree.advance_disk(victim, Event.EVICT)
+        self._stats.ssd_evictions += 1
+        self._delete(victim.key, size)
+        return size
 
     def _delete(self, key: ChunkKey, size: int) -> None:
         job = DeleteJob([key])

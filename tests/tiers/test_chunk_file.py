@@ -79,7 +79,7 @@ def test_the_header_has_the_same_size_whatever_it_says(kit):
     assert len(header) == kit.format.header_nbytes
     length = int.from_bytes(header[:8], "little")
     assert 8 + length == len(header)
-    assert json.loads(header[8:])["__metadata__"]["pcr_format"] == "1"
+    assert json.loads(header[8:])["__metadata__"]["pcr_format"] == "2"
 
 
 def test_every_flipped_byte_is_detected(kit, stored):
