@@ -41,14 +41,14 @@ class LoadPlanner:
     ) -> int:
         """Where to cut a run of chunks that could be read.
 
-        The chunks before the cut are to be computed while the others
-        are read. Read them last chunk first, so that what is not yet begun when the
-        front arrives lies before what is there, and split that again. Doing both must
-        promise a tenth of the time: estimates err by a few per cent.
+        The chunks before the cut are to be computed while the others are read. Read
+        them last chunk first, so that what is not yet begun when the front arrives
+        lies before what is there, and split that again. Doing both must promise a
+        tenth of the time: estimates err by a few per cent.
 
         Nothing measured yet: all are read. A rate that is not used is not measured
-        again either; so of every ``_TRIAL``-th run that would be computed whole, the
-        last chunk is read.
+        again either; so the last chunk of every ``_TRIAL``-th run that would be
+        computed whole is read all the same.
 
         Args:
             run: Indices of the chunks, at least one.
@@ -98,11 +98,8 @@ class LoadPlanner:
                 low = middle + 1
             else:
                 high = middle
-        return (
-            float(low * self.chunk_tokens)
-            if low * self.chunk_tokens <= limit
-            else math.inf
-        )
+        depth = low * self.chunk_tokens
+        return float(depth) if depth <= limit else math.inf
 
     def _total(
         self, run: range, cut: int, before: int, after: int, queued: int

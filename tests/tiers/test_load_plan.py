@@ -103,6 +103,13 @@ def test_equal_speeds_meet_in_the_middle() -> None:
     assert 208 <= Machine().planner().split(range(200, 240), after=20) <= 211
 
 
+def test_on_the_grid_every_chunk_is_a_forward() -> None:
+    machine = Machine(fixed=64e-3)  # so that a chunk takes twice as long as its read
+    cut = machine.planner(grid(CHUNK)).split(range(30), after=20)
+    assert 9 <= cut <= 11
+    assert machine.planner().split(range(30), after=20) > cut
+
+
 def test_a_forward_of_its_own_must_pay() -> None:
     """Splitting costs a forward; where that takes longer than the reads, it is not."""
     slow_start = Machine(fixed=1.0, read=20e-3).planner()
