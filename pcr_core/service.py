@@ -22,12 +22,12 @@ from pcr_core.config import EngineConfig
 from pcr_core.errors import EngineClosedError, QueueFullError
 from pcr_core.index.chunk import ChunkLayout, Namespace, tenant_digest
 from pcr_core.loop import EngineLoop
+from pcr_core.memory import available_bytes
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.runner import Runner
 from pcr_core.model.sampling import end_token_ids
 from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request
-from pcr_core.memory import available_bytes
 from pcr_core.tiers import WRITE_POLICIES, TierManager, TierSettings, stop_policy
 
 T = TypeVar("T")
@@ -145,7 +145,9 @@ def build(
     """Load the model, open the tiers; ``lifetimes`` undoes all of it.
 
     Args:
-        config, model, tokenizer: See ``Engine``.
+        config: See ``Engine``.
+        model: See ``Engine``.
+        tokenizer: See ``Engine``.
         lifetimes: Undoes everything.
         on_progress: Called on other threads when there is I/O to take in.
 

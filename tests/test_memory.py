@@ -67,7 +67,7 @@ def test_a_refused_hint_says_so() -> None:
 def machine(root: Path, *, available: int, groups: str, files: dict[str, str]) -> Path:
     """A file system root with just the files that say how much memory there is."""
     everything = {
-        "proc/meminfo": f"MemTotal: 99999999 kB\nMemAvailable: {available // 1024} kB\n",
+        "proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {available // 1024} kB\n",
         "proc/self/cgroup": groups,
         **files,
     }

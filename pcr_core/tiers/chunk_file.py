@@ -84,6 +84,20 @@ class ChunkFormat:
         """Size of every chunk file of this layout, in bytes."""
         return self.header_nbytes + self.layout.nbytes
 
+    def chunk(
+        self, keys: Sequence[ChunkKey], tokens: Sequence[int], index: int
+    ) -> ChunkId:
+        """Identity of chunk ``index`` of a prompt.
+
+        Args:
+            keys: Keys of its chunks, root first.
+            tokens: The whole prompt.
+            index: Which chunk.
+        """
+        size = self.layout.chunk_tokens
+        parent = keys[index - 1] if index else self.namespace.root
+        return ChunkId(keys[index], parent, tokens[index * size : (index + 1) * size])
+
     def checksums(self, data: Buffer) -> list[bytes]:
         """xxh3-128 of each layer's run, keys and values together."""
         view = memoryview(data)

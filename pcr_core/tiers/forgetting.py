@@ -178,6 +178,4 @@ class Forgetting:
 
 
 def _is_idle(node: Node) -> bool:
-    return (
-        node.pins == 0 and node.host is Host.READY and node.disk is not Disk.WRITING
-    )
+    return node.pins == 0 and node.host is Host.READY and node.disk is not Disk.WRITING

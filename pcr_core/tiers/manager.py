@@ -16,32 +16,23 @@ from pathlib import Path
 from typing import Literal
 
 from pcr_core.cost import PrefillTimes
-from pcr_core.errors import ConfigError
-from pcr_core.index.adaptive import Adaptive
 from pcr_core.index.chunk import ChunkKey, ChunkLayout, Namespace
-from pcr_core.index.look_ahead import LookAhead, window_size
+from pcr_core.index.look_ahead import window_size
 from pcr_core.index.node import Disk, Event, Host, Node
-from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import CacheStats, StoreCounters
+from pcr_core.tiers.assembly import Shared, assemble
 from pcr_core.tiers.audit import CheckReport, audit_memory
-from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId, ReadOutcome
+from pcr_core.tiers.chunk_file import ChunkFormat
 from pcr_core.tiers.chunk_store import ChunkStore
-from pcr_core.tiers.dram import DramTier
 from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.forget_log import Forgotten
-from pcr_core.tiers.forgetting import Forgetting
 from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.io_pool import InlineIo, IoPool
 from pcr_core.tiers.jobs import ForgetJob, Io, ReadJob
 from pcr_core.tiers.lease import Lease, PathChunk
-from pcr_core.tiers.load_plan import LoadPlanner
-from pcr_core.tiers.loading import Loading
 from pcr_core.tiers.no_store import NoStore, Store
-from pcr_core.tiers.prefetch import Hints, Prefetcher, Wanted
-from pcr_core.tiers.read_in import ReadIn
+from pcr_core.tiers.prefetch import Hints, Wanted
 from pcr_core.tiers.settings import TierSettings
-from pcr_core.tiers.trouble import TroubleLog
-from pcr_core.tiers.write_back import WriteBack
 
 _SMALL_QUEUE_BYTES = 64 * 2**20
 _POPULATE_AHEAD = 64 * 2**20
@@ -94,7 +85,6 @@ class TierManager:
         self.prefill_times = PrefillTimes()
         self.departures = EvictionLog()
         self.version = 0
-        self._format = ChunkFormat(layout, namespace)
         self._root = namespace.root
         self._tokens = layout.chunk_tokens
         self._settings = settings
@@ -103,73 +93,27 @@ class TierManager:
         self._io = io
         self._clock = clock
         self._leases: set[Lease] = set()
+        self._hints = Hints()
         self._closed = False
         self._mean_chunks = 0.0
-        self._check_budget(store)
-        policy = settings.host_policy(pool.capacity)
-        self._adaptive = policy if isinstance(policy, Adaptive) else None
-        self._tree = PrefixTree(
-            policy, settings.disk_policy(), remembered=_REMEMBERED
+        parts = assemble(
+            ChunkFormat(layout, namespace),
+            pool,
+            store,
+            io,
+            settings,
+            Shared(self.stats, self.departures, self.prefill_times, self.poll),
         )
-        self._assemble()
+        self._format = parts.format
+        self._tree = parts.tree
+        self._adaptive = parts.adaptive
+        self._dram = parts.dram
+        self._writes = parts.writes
+        self._reads = parts.reads
+        self._loading = parts.loading
+        self._prefetcher = parts.prefetcher
+        self._forgetting = parts.forgetting
         self._writes.resync()
-
-    def _assemble(self) -> None:
-        """Make the parts. Each is told what it needs of the others."""
-        trouble = TroubleLog()
-        tree, stats, log = self._tree, self.stats, self.departures
-        self._dram = DramTier(self._pool, tree, stats, log)
-        self._writes = WriteBack(
-            tree,
-            self._dram,
-            self._store,
-            self._io,
-            self._format,
-            self._settings.write_policy,
-            stats=stats,
-            trouble=trouble,
-            log=log,
-        )
-        self._dram.save = self._writes.save_leaving
-        self._forgetting = Forgetting(
-            tree,
-            self._dram,
-            self._writes,
-            self._store,
-            self._io,
-            stats=stats,
-            trouble=trouble,
-            log=log,
-        )
-        self._reads = ReadIn(
-            tree, self._dram, self._io, self._format, stats, trouble, self._lost
-        )
-        self._loading = Loading(
-            self._dram,
-            self._reads,
-            self._format,
-            self._settings.stop,
-            LoadPlanner(
-                self.prefill_times,
-                self._reads.times,
-                self._tokens,
-                self._format.file_nbytes,
-                self._settings.longest_forward,
-            ),
-            barred=self._forgetting.is_doomed,
-            stats=stats,
-            poll=self.poll,
-        )
-        self._prefetcher = Prefetcher(
-            tree,
-            LookAhead(tree),
-            self._reads,
-            min(_IN_FLIGHT, self._pool.nbytes // 2),
-            adopt=self._adopt,
-            identify=self._identify,
-            stats=stats,
-        )
-        self._hints = Hints()
 
     @classmethod
     def open(
@@ -190,9 +134,12 @@ class TierManager:
         so that a slow disk cannot keep new chunks out.
 
         Args:
-            layout, namespace, settings: As for the class.
-            dram_bytes, ssd_bytes: Hard budgets.
+            layout: As for the class.
+            namespace: As for the class.
+            settings: As for the class.
+            dram_bytes: Hard budget of the DRAM tier.
             cache_dir: Folder of the store.
+            ssd_bytes: Hard budget of the SSD tier.
             pin_memory: Page-lock the DRAM tier.
             on_progress: Called on other threads when there is something to ``poll``.
 
@@ -258,13 +205,13 @@ class TierManager:
         nodes = self._tree.grow(self._root, keys, self._settings.tenant)
         self._tree.pin(nodes)
         path = [
-            PathChunk(self._chunk(keys, tokens, index), node)
+            PathChunk(self._format.chunk(keys, tokens, index), node)
             for index, node in enumerate(nodes)
         ]
         lease = Lease(self, path, keys, len(tokens))
         self._leases.add(lease)
         try:
-            self._adopt(keys)
+            self._writes.adopt(keys)
             self._loading.lend(lease, usable)
         except BaseException:
             lease.close()
@@ -405,7 +352,11 @@ class TierManager:
         self._writes.send_touches()
 
     def wait_for_writer(self, timeout: float | None = None) -> bool:
-        """Block until the writer has nothing to do; False at the timeout. Any thread."""
+        """Block until the writer has nothing to do. Any thread.
+
+        Returns:
+            False if ``timeout`` seconds passed first.
+        """
         return self._io.flush(timeout)
 
     def check(self, *, fix: bool = False) -> CheckReport:
@@ -467,25 +418,6 @@ class TierManager:
 
     # --- inside ---
 
-    def _chunk(
-        self, keys: Sequence[ChunkKey], tokens: Sequence[int], index: int
-    ) -> ChunkId:
-        start = index * self._tokens
-        parent = keys[index - 1] if index else self._root
-        return ChunkId(keys[index], parent, tokens[start : start + self._tokens])
-
-    def _identify(self, wanted: Wanted, index: int) -> ChunkId:
-        return self._chunk(wanted.keys, wanted.tokens, index)
-
-    def _adopt(self, keys: Sequence[ChunkKey]) -> None:
-        """Learn of chunks that another engine or process has stored."""
-        known = zip(keys, self._tree.match(keys), strict=True)
-        bare = [key for key, node in known if node is None or _state(node) == "none"]
-        self._writes.adopt(bare)
-
-    def _lost(self, node: Node, outcome: ReadOutcome) -> None:
-        self._writes.lost(node, delete=outcome is not ReadOutcome.FAILED)
-
     def _note_size(self, chunks: int) -> None:
         """Keep the mean size of a request over the last dozen or so."""
         weight = 0.1 if self._mean_chunks else 1.0
@@ -512,15 +444,6 @@ class TierManager:
         stats.miss_tokens += lease.prompt_tokens - len(found) * self._tokens
         if found:
             stats.holes += max(lease.tiers) + 1 - len(found)
-
-    def _check_budget(self, store: Store) -> None:
-        needed = self._format.file_nbytes
-        if isinstance(store, ChunkStore) and store.budget_bytes < needed:
-            raise ConfigError(
-                f"ssd_bytes is {store.budget_bytes} bytes but one chunk file of this "
-                f"model takes {needed}; set ssd_bytes to at least {needed}, or to 0 to "
-                "do without the SSD tier"
-            )
 
 
 def _state(node: Node | None) -> ChunkState:

@@ -32,11 +32,16 @@ class Wanted(Protocol):
     """
 
     @property
-    def keys(self) -> Sequence[ChunkKey]: ...
+    def keys(self) -> Sequence[ChunkKey]:
+        """Root first."""
+
     @property
-    def tokens(self) -> Sequence[int]: ...
+    def tokens(self) -> Sequence[int]:
+        """Token ids."""
+
     @property
-    def usable(self) -> int: ...
+    def usable(self) -> int:
+        """At most ``len(keys)``."""
 
 
 class Prefetcher:

@@ -26,7 +26,7 @@ class TierSettings:
 
     eviction: str = "lookahead-lru"
     window: int | None = None
-    stop: StopPolicy = StopPolicy()
+    stop: StopPolicy = field(default_factory=StopPolicy)
     write_policy: WritePolicy = field(default_factory=WriteThrough)
     tenant: bytes = b""
     quota_bytes: int | None = None

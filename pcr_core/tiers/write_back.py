@@ -14,7 +14,7 @@ from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.node import Disk, Event, Host, Node
 from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
-from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId
+from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId, ReadOutcome
 from pcr_core.tiers.chunk_index import Record
 from pcr_core.tiers.dram import DramTier
 from pcr_core.tiers.eviction_log import EvictionLog
@@ -112,9 +112,11 @@ class WriteBack:
             self._trouble.once("index", "the cache index cannot be read", error)
             return {}
 
-    def adopt(self, keys: Iterable[ChunkKey]) -> None:
-        """Take in chunks that another engine or process has stored."""
-        for key, record in self.find(keys).items():
+    def adopt(self, keys: Sequence[ChunkKey]) -> None:
+        """Take in those of some chunks that another engine or process has stored."""
+        known = zip(keys, self._tree.match(keys), strict=True)
+        unknown = [key for key, node in known if node is None or not _is_held(node)]
+        for key, record in self.find(unknown).items():
             self._tree.add_stored(
                 key, record.parent, record.size, record.stamp, record.tenant
             )
@@ -214,9 +216,7 @@ class WriteBack:
 
     def _is_unsaved(self, node: Node) -> bool:
         return (
-            node in self._unsaved
-            and node.host is Host.READY
-            and node.disk is Disk.NONE
+            node in self._unsaved and node.host is Host.READY and node.disk is Disk.NONE
         )
 
     def _queue(self, node: Node) -> None:
@@ -234,14 +234,13 @@ class WriteBack:
         self._writing[job] = node
         self._io.write(job)
 
-    def lost(self, node: Node, *, delete: bool) -> None:
-        """A stored chunk could not be read: forget it.
+    def lost(self, node: Node, outcome: ReadOutcome) -> None:
+        """A stored chunk could not be read: forget it, file and record too.
 
-        Args:
-            node: The chunk.
-            delete: Remove record and file too; False keeps them out of use until the
-                chunk is written again, because the failure may have been the system's.
+        If it was the system that refused, they stay, but are out of use until the chunk
+        is written again.
         """
+        delete = outcome is not ReadOutcome.FAILED
         if node.disk is not Disk.STORED:
             return
         size = node.disk_bytes
@@ -378,3 +377,8 @@ class WriteBack:
         self._doomed.add(key)
         self._touched.pop(key, None)
         self._io.write(job)
+
+
+def _is_held(node: Node) -> bool:
+    """Whether a chunk has a copy in any state."""
+    return node.host is not Host.NONE or node.disk is not Disk.NONE
