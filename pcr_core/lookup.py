@@ -1,0 +1,66 @@
+"""What ``explain`` is told: plain values, gathered by whoever owns the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from pcr_core.documents import DocumentSpan
+from pcr_core.history import PastPrompt, Sighting
+
+ChunkState = Literal["none", "dram", "ssd"]
+
+
+class Departure(Protocol):
+    """How a chunk left a tier; ``when`` is Unix time in seconds, ``by`` may be ""."""
+
+    @property
+    def tier(self) -> str: ...  # noqa: D102
+    @property
+    def when(self) -> float: ...  # noqa: D102
+    @property
+    def reason(self) -> str: ...  # noqa: D102
+    @property
+    def by(self) -> str: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """All that is known about a prompt.
+
+    Attributes:
+        tokens: Its token ids.
+        chunk_tokens: Tokens per chunk.
+        states: For each full chunk, the fastest tier that has it.
+        must_compute: Tokens at its end that run anyway.
+        spans: The documents in it.
+        earlier: Earlier prompts that may be like it; the most similar one counts. After
+            a restart: the tokens up to the first missing chunk, followed by those of a
+            stored chunk that has the same parent.
+        sightings: How documents of ``spans`` were seen before, by id; what ``earlier``
+            tells about them comes first.
+        gone: How missing chunks were lost, by chunk index.
+
+    Raises:
+        ValueError: If there is not one state for each full chunk.
+    """
+
+    tokens: Sequence[int]
+    chunk_tokens: int
+    states: Sequence[ChunkState]
+    must_compute: int = 1
+    spans: Sequence[DocumentSpan] = ()
+    earlier: Sequence[PastPrompt] = ()
+    sightings: Mapping[str, Sighting] = field(default_factory=dict)
+    gone: Mapping[int, Departure] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        full = len(self.tokens) // self.chunk_tokens
+        if len(self.states) != full:
+            raise ValueError(f"{len(self.states)} states do not fit {full} full chunks")
+
+    @property
+    def usable(self) -> int:
+        """Leading chunks that may be read rather than computed."""
+        return max(0, len(self.tokens) - self.must_compute) // self.chunk_tokens
