@@ -50,8 +50,10 @@ def find_volatile(text: str) -> list[Volatile]:
 def _matches(text: str) -> Iterator[Volatile]:
     for kind, pattern in _PATTERNS:
         for match in pattern.finditer(text):
-            clock = kind == "date" and match.groupdict().get("clock")
-            yield Volatile("time" if clock else kind, match[0], match.start())
+            groups = pattern.groupindex
+            clock = "clock" in groups and match["clock"] is not None
+            found = "found" if "found" in groups else 0
+            yield Volatile("time" if clock else kind, match[found], match.start(found))
 
 
 def _counters(text: str) -> list[Volatile]:
@@ -105,7 +107,7 @@ _PATTERNS: tuple[tuple[VolatileKind, re.Pattern[str]], ...] = (
     ("date", _pattern(rf"\d\d?(?P<sep>[/.])\d\d?(?P=sep){_YEAR}{_TAIL}")),
     ("date", _pattern(rf"(?:{_WEEKDAY},?\s+)?(?:{_NAMED}),?\s+{_YEAR}{_TAIL}")),
     ("date", _pattern(rf"{_WEEKDAY},?\s+(?:{_NAMED}){_TAIL}")),
-    ("date", _pattern(rf"today(?:\s+is|:)\s+(?:a\s+)?{_WEEKDAY_NAME}{_TAIL}")),
+    ("date", _pattern(rf"today(?:\s+is|:)\s+{_WEEKDAY_NAME}(?!,?\s+(?:{_NAMED}))")),
     (
         "time",
         _pattern(rf"{_WEEKDAY}\s+{_MONTH}\s+\d\d?\s+{_CLOCK}\s+(?:\w+\s+)?{_YEAR}"),
@@ -115,7 +117,10 @@ _PATTERNS: tuple[tuple[VolatileKind, re.Pattern[str]], ...] = (
         "time",
         _pattern(r"(?:[01]?\d|2[0-3]):[0-5]\d:[0-5]\d(?:[.,]\d{1,9})?" + _ZONE + "?"),
     ),
-    ("time", _pattern(rf"(?:time|now|clock)\b[^\n\d]{{0,16}}{_CLOCK}{_ZONE}?")),
+    (
+        "time",
+        _pattern(rf"(?:time|now|clock)\b[^\n\d]{{0,16}}(?P<found>{_CLOCK}{_ZONE}?)"),
+    ),
     # Unix time from 2014 to 2033, in seconds, milli-, micro- or nanoseconds.
     ("time", _pattern(r"1[4-9]\d{8}(?:\.\d+|\d{3}|\d{6}|\d{9})?")),
     ("id", _pattern(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")),
@@ -136,13 +141,13 @@ _PATTERNS: tuple[tuple[VolatileKind, re.Pattern[str]], ...] = (
         _pattern(
             r"(?:user|session|request|trace|conversation|thread|tenant|customer|account|"
             r"correlation|client|chat|device|run|message)[ _-]?(?:id|uuid|token)\b"
-            r"[\"']?\s*(?:[:=]|is\b)\s*[\"']?(?=[\w.+-]*[\d@])[\w.@+-]{2,}"
+            r"[\"']?\s*(?:[:=]|is\b)\s*[\"']?(?=[\w.+-]*[\d@])[\w.@+-]+\w"
         ),
     ),
     (
         "id",
         _pattern(
-            r"(?:current|logged-in) user(?: ?name)?\s*(?:[:=]|is\b)\s*[\w.@+-]{2,}"
+            r"(?:current|logged-in) user(?: ?name)?\s*(?:[:=]|is\b)\s*[\w.@+-]+\w"
         ),
     ),
 )

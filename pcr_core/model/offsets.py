@@ -2,7 +2,8 @@
 
 Tokens are decoded one after another. Where the decoded text and the prompt differ,
 every token of the differing part is said to stand for all of it. That is the safe side:
-a document in there gets too many tokens, never too few, and never begins too late.
+a document in there may begin some tokens too early, never too late (where a lost
+character equals its neighbour, nobody can tell which of the two was lost).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def aligned_offsets(
     tail_start, shift = len(decoded) - tail, len(text) - len(decoded)
 
     def start(at: int) -> int:
-        return at + shift if at >= tail_start and at > head else min(at, head)
+        return at + shift if at >= tail_start else min(at, head)
 
     def stop(at: int) -> int:
         return at if at <= head else max(at, tail_start) + shift
