@@ -121,12 +121,7 @@ def locate(
     """
     tokens = _TokenMap(token_spans)
     spans = []
-    for document in dict.fromkeys(documents):
-        if not isinstance(document, Document):
-            raise RequestError(
-                f"documents must be Document objects, not {type(document).__name__}; "
-                "write Document(id=..., text=...)"
-            )
+    for document in _distinct(documents):
         found = _occurrences(text, document.text)
         if not found:
             raise RequestError(
@@ -137,6 +132,17 @@ def locate(
         digest = _digest(b"text", document.text)
         spans += [DocumentSpan(document.id, *tokens.range(*at), digest) for at in found]
     return sorted(spans, key=lambda span: (span.first_token, span.stop_token))
+
+
+def _distinct(documents: Sequence[Document]) -> list[Document]:
+    given = [documents] if isinstance(documents, Document) else list(documents)
+    for one in given:
+        if not isinstance(one, Document):
+            raise RequestError(
+                f"documents must be Document objects, not {type(one).__name__}; "
+                "write documents=[Document(id=..., text=...)]"
+            )
+    return list(dict.fromkeys(given))
 
 
 def _short(id: str) -> str:
@@ -224,8 +230,9 @@ class _TokenMap:
         for first, behind in token_spans:
             if first == behind <= stop:
                 start = stop  # a special token that stands in no text: (0, 0)
-            else:
-                start, stop = max(start, first), max(stop, behind)
+            else:  # comparisons, not max(): this runs for every token of a prompt
+                start = first if first > start else start
+                stop = behind if behind > stop else stop
             self._starts.append(start)
             self._stops.append(stop)
 

@@ -32,10 +32,12 @@ def explain(lookup: Lookup, decode: Decode) -> Explanation:
     if earlier and past.shared < len(lookup.tokens):
         difference = find_difference(lookup.tokens, earlier, past.shared, decode)
     reasons = _Reasons(lookup, past, difference)
-    spans = sorted(lookup.spans, key=lambda span: (span.first_token, span.stop_token))
+    sightings = lookup.sightings or [None] * len(lookup.spans)
+    documents = list(map(reasons.document, lookup.spans, sightings))
+    documents.sort(key=lambda part: (part.first_token, part.stop_token))
     return Explanation(
         prompt=reasons.prompt(),
-        documents=tuple(reasons.document(span) for span in spans),
+        documents=tuple(documents),
         chunk_tokens=lookup.chunk_tokens,
         difference=difference,
         hints=tuple(find_hints(lookup, difference, earlier, decode)),
@@ -78,11 +80,11 @@ class _Reasons:
         """The prompt as a whole."""
         return self._part("prompt", 0, len(self._look.tokens), self._new_prompt)
 
-    def document(self, span: DocumentSpan) -> Part:
-        """One document."""
+    def document(self, span: DocumentSpan, seen: Sighting | None) -> Part:
+        """One document, and how it was seen before."""
 
         def unseen(chunk: int) -> Reason:
-            return self._new_document(span, chunk)
+            return self._new_document(span, seen, chunk)
 
         return self._part(span.document, span.first_token, span.stop_token, unseen)
 
@@ -150,14 +152,19 @@ class _Reasons:
             f"it differs from the nearest earlier prompt from token {at.index} on"
         )
 
-    def _new_document(self, span: DocumentSpan, chunk: int) -> Reason:
+    def _new_document(
+        self, span: DocumentSpan, seen: Sighting | None, chunk: int
+    ) -> Reason:
         if self._past.known >= span.stop_token:
             start = max(span.first_token, chunk * self._look.chunk_tokens)
             return "shared chunk", (
                 f"its last {span.stop_token - start} tokens share a chunk with the "
                 "text behind it, which is new"
             )
-        seen = self._sighting(span)
+        nearest = self._past.nearest
+        near = sighting_in(nearest, span) if nearest is not None else None
+        if near is not None and (seen is None or near.text_digest == span.text_digest):
+            seen = near
         if seen is None:
             return "never seen", "no earlier prompt is known that holds it"
         if seen.text_digest and seen.text_digest != span.text_digest:
@@ -165,11 +172,6 @@ class _Reasons:
         if seen.order is None:
             return "other text before it", "seen before, behind something else"
         return self._compare_order(span, seen.order)
-
-    def _sighting(self, span: DocumentSpan) -> Sighting | None:
-        nearest = self._past.nearest
-        seen = sighting_in(nearest, span) if nearest is not None else None
-        return seen or self._look.sightings.get(span.document)
 
     def _compare_order(self, span: DocumentSpan, order: tuple[str, ...]) -> Reason:
         now, then = _before(span, self._order), _before(span, order)

@@ -109,10 +109,10 @@ def _changed(
     """What changed since the earlier prompt, and that text alone."""
     if not _costs_reuse(lookup, at.index):
         return [], ""
-    now = _volatile_at(lookup.tokens, at.index, decode)
-    then = _volatile_at(earlier, at.index, decode)
     if _same_text(at):
         return [_other_split(at)], ""
+    now = _volatile_at(lookup.tokens, at.index, decode)
+    then = _volatile_at(earlier, at.index, decode)
     if now is None:
         return [], ""
     was = f" (it was {then.text!r})" if then and then.kind == now.kind else ""

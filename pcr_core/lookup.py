@@ -38,12 +38,13 @@ class Lookup:
         earlier: Earlier prompts that may be like it; the most similar one counts. After
             a restart: the tokens up to the first missing chunk, followed by those of a
             stored chunk that has the same parent.
-        sightings: How documents of ``spans`` were seen before, by id; what ``earlier``
-            tells about them comes first.
+        sightings: How each document of ``spans`` was seen before, where that is known.
+            What ``earlier`` tells about the same text comes first.
         gone: How missing chunks were lost, by chunk index.
 
     Raises:
-        ValueError: If there is not one state for each full chunk.
+        ValueError: If there is not one state for each full chunk, or not one sighting
+            for each document (or none at all).
     """
 
     tokens: Sequence[int]
@@ -52,13 +53,17 @@ class Lookup:
     must_compute: int = 1
     spans: Sequence[DocumentSpan] = ()
     earlier: Sequence[PastPrompt] = ()
-    sightings: Mapping[str, Sighting] = field(default_factory=dict)
+    sightings: Sequence[Sighting | None] = ()
     gone: Mapping[int, Departure] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         full = len(self.tokens) // self.chunk_tokens
         if len(self.states) != full:
             raise ValueError(f"{len(self.states)} states do not fit {full} full chunks")
+        if self.sightings and len(self.sightings) != len(self.spans):
+            raise ValueError(
+                f"{len(self.sightings)} sightings do not fit {len(self.spans)} spans"
+            )
 
     @property
     def usable(self) -> int:

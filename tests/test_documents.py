@@ -164,8 +164,14 @@ def test_what_is_missing_is_named() -> None:
 
 
 def test_other_things_than_documents_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"write Document\(id="):
-        locate("one", ["one"], [(0, 3)])  # type: ignore[list-item]
+    for wrong in (["one"], [{"id": "d", "text": "one"}], "one"):
+        with pytest.raises(RequestError, match=r"write documents=\[Document\(id="):
+            locate("one", wrong, [(0, 3)])  # type: ignore[arg-type]
+
+
+def test_one_document_needs_no_list() -> None:
+    one = Document("d", "one")
+    assert locate("one", one, [(0, 3)]) == locate("one", [one], [(0, 3)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("first", "chunk"), [(0, 0), (15, 0), (16, 1), (40, 2)])

@@ -66,12 +66,11 @@ class Service:
         tokens, spans = self.encode(text, documents)
         keys = chunk_keys(NAMESPACE, tokens, CHUNK)
         nearest = self.history.nearest(tokens)
-        seen = {span.document: self.history.sighting(span) for span in spans}
         facts: dict[str, Any] = {
             "states": [self.chunks.get(key, "none") for key in keys],
             "spans": spans,
             "earlier": [nearest] if nearest else [],
-            "sightings": {name: one for name, one in seen.items() if one},
+            "sightings": [self.history.sighting(span) for span in spans],
             "gone": {i: self.gone[k] for i, k in enumerate(keys) if k in self.gone},
         }
         return Lookup(tokens, CHUNK, **{**facts, **more})
@@ -216,6 +215,14 @@ def test_a_document_with_another_text(service: Service) -> None:
     assert found.documents[1].why.endswith(", in document 'a'")
 
 
+def test_the_same_text_in_an_older_prompt_counts_more(service: Service) -> None:
+    """Several texts under one id, and the nearest prompt holds another one."""
+    other = Document("a", C.text)
+    service.run(rag(B, A), A, B)
+    service.run(rag(other, C), other, C)
+    assert verdicts(service.explain(rag(A), A)) == [("a", "other documents before it")]
+
+
 def test_the_end_of_a_document_shares_a_chunk_with_a_new_question(
     service: Service,
 ) -> None:
@@ -282,7 +289,7 @@ def test_the_difference_is_known_from_a_stored_chunk(service: Service) -> None:
     ],
 )
 def test_what_is_known_of_a_document(service, seen, verdict) -> None:
-    found = service.explain(rag(B, A), A, B, sightings={"b": seen})
+    found = service.explain(rag(B, A), A, B, sightings=[seen, None])
     assert found.documents[0].verdict == verdict
     assert found.documents[0].why
 
@@ -506,6 +513,8 @@ def test_with_a_real_tokenizer(smollm2_dir: Any) -> None:
 def test_states_must_fit() -> None:
     with pytest.raises(ValueError, match="1 states do not fit 2 full chunks"):
         Lookup([1] * 35, 16, ["none"])
+    with pytest.raises(ValueError, match="1 sightings do not fit 0 spans"):
+        Lookup([1], 16, [], sightings=[None])
 
 
 @st.composite
@@ -520,7 +529,14 @@ def lookups(draw: st.DrawFn) -> Lookup:
         return DocumentSpan(name, min(first, last), max(first, last) + 1, b"t")
 
     spans = st.lists(st.builds(span, place, place, names), max_size=3)
+    found = draw(spans)
     order = st.none() | st.lists(names, unique=True).map(tuple)
+    digest = st.sampled_from([b"", b"t", b"u"])
+    sightings = st.lists(
+        st.none() | st.builds(Sighting, order, digest),
+        min_size=len(found),
+        max_size=len(found),
+    )
     return Lookup(
         tokens,
         4,
@@ -530,15 +546,11 @@ def lookups(draw: st.DrawFn) -> Lookup:
             )
         ),
         must_compute=draw(st.integers(1, 5)),
-        spans=draw(spans),
+        spans=found,
         earlier=draw(
             st.lists(st.builds(PastPrompt.of, st.lists(token, max_size=20), spans))
         ),
-        sightings=draw(
-            st.dictionaries(
-                names, st.builds(Sighting, order, st.sampled_from([b"", b"t", b"u"]))
-            )
-        ),
+        sightings=draw(st.sampled_from([[], draw(sightings)])),
         gone={
             i: Gone("ssd", 1.0, "ssd budget")
             for i in draw(st.sets(st.integers(0, max(0, full - 1))))
