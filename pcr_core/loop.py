@@ -10,12 +10,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from pcr_core.documents import ForgetReceipt
 from pcr_core.errors import CancelledError, ModelError, PcrError
+from pcr_core.explain.lookup import Lookup
+from pcr_core.ledger import Ledger
 from pcr_core.model.generation import Generation
 from pcr_core.model.runner import ChunkIO, Runner
 from pcr_core.request import Request
 from pcr_core.scheduler import Scheduler
-from pcr_core.tiers import Lease, TierManager
+from pcr_core.tiers import ForgetJob, Lease, TierManager
 
 _log = logging.getLogger("pcr_core.engine")
 
@@ -29,7 +32,12 @@ class EngineLoop:
     """
 
     def __init__(
-        self, runner: Runner, tokenizer: Any, end_ids: Sequence[int], tiers: TierManager
+        self,
+        runner: Runner,
+        tokenizer: Any,
+        end_ids: Sequence[int],
+        tiers: TierManager,
+        ledger: Ledger,
     ) -> None:
         self.tiers = tiers
         self.finished = 0
@@ -38,6 +46,7 @@ class EngineLoop:
         self._runner = runner
         self._tokenizer = tokenizer
         self._end_ids = end_ids
+        self._ledger = ledger
         self._scheduler = Scheduler()
         self._active: Generation | None = None
         self._seen = (-1, -1)
@@ -51,6 +60,19 @@ class EngineLoop:
         """Enqueue a request."""
         request.usable = self._runner.usable_chunks(len(request.tokens))
         self._scheduler.add(request)
+
+    def lookup(self, request: Request) -> Lookup:
+        """What is known about a prompt, for ``explain``. Changes nothing."""
+        request.usable = self._runner.usable_chunks(len(request.tokens))
+        return self._ledger.lookup(request)
+
+    def begin_forget(self, document: bytes) -> ForgetJob:
+        """Start forgetting a document; see ``Ledger``."""
+        return self._ledger.begin_forget(document)
+
+    def end_forget(self, document: str, job: ForgetJob) -> ForgetReceipt:
+        """Finish it, once the job has ended; see ``Ledger``."""
+        return self._ledger.end_forget(document, job, self._scheduler.waiting())
 
     def hint(self, request: Request) -> None:
         """Prepare for a request that may come; it is not run."""
@@ -74,6 +96,7 @@ class EngineLoop:
         if self._active is not None:
             self._guard(self._active.request, self._decode)
             return len(gone)
+        self._ledger.catch_up(self._scheduler.waiting())
         request = self._scheduler.next()
         if request is None:
             return len(gone)
@@ -83,6 +106,7 @@ class EngineLoop:
     def idle(self) -> bool:
         """Use a moment without requests; returns whether another would help too."""
         self.tiers.poll()
+        self._ledger.catch_up(())
         self._look_ahead()
         return self.tiers.prepare()
 
@@ -104,6 +128,7 @@ class EngineLoop:
 
     def _start(self, request: Request) -> None:
         request.raise_if_cancelled()
+        self._ledger.note(request)
         self._active = Generation(self._runner, self._tokenizer, request, self._end_ids)
         with self.tiers.lease(request.keys, request.tokens, request.usable) as lease:
             # The queue has moved up: its next request is read for while this one runs.

@@ -33,6 +33,10 @@ class Scheduler:
         """The ``count`` requests that will run next, nearest first. Pure."""
         return list(islice(self._waiting, count))
 
+    def waiting(self) -> list[Request]:
+        """All waiting requests, nearest first. Pure."""
+        return list(self._waiting)
+
     def drop_cancelled(self) -> list[Request]:
         """Take out the waiting requests whose callers have given up."""
         gone = [r for r in self._waiting if r.completion.cancelled]

@@ -20,7 +20,8 @@ import torch
 
 from pcr_core.config import EngineConfig
 from pcr_core.errors import EngineClosedError, QueueFullError
-from pcr_core.index.chunk import ChunkLayout, Namespace, tenant_digest
+from pcr_core.index.chunk import ChunkLayout, Namespace, chunk_keys, tenant_digest
+from pcr_core.ledger import Ledger
 from pcr_core.loop import EngineLoop
 from pcr_core.memory import available_bytes
 from pcr_core.model.loading import LoadedModel, load
@@ -177,7 +178,12 @@ def build(
     lifetimes.callback(tiers.close)
     lifetimes.callback(runner.close)
     ends = end_token_ids(loaded.model, loaded.tokenizer)
-    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers)
+    ledger = Ledger(
+        tiers,
+        lambda tokens: chunk_keys(namespace, tokens, config.chunk_tokens),
+        config.chunk_tokens,
+    )
+    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, ledger)
     return Parts(loaded, runner, namespace, loop)
 
 

@@ -7,8 +7,9 @@ list in the paper notes (hits in tokens, not in requests).
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass, fields
+
+from pcr_core.table import as_html, as_text
 
 
 @dataclass(slots=True)
@@ -130,10 +131,10 @@ class CacheStats:
         return self.hit_tokens / total if total else 0.0
 
     def __str__(self) -> str:
-        return _as_text(self.rows())
+        return as_text(self.rows())
 
     def _repr_html_(self) -> str:
-        return _as_html(self.rows())
+        return as_html(self.rows())
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line of the table."""
@@ -214,10 +215,10 @@ class EngineStats:
     cache: CacheStats
 
     def __str__(self) -> str:
-        return _as_text(self.rows())
+        return as_text(self.rows())
 
     def _repr_html_(self) -> str:
-        return _as_html(self.rows())
+        return as_html(self.rows())
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line of the table."""
@@ -234,17 +235,3 @@ class EngineStats:
             ),
             *self.cache.rows(),
         ]
-
-
-def _as_text(rows: list[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-def _as_html(rows: list[tuple[str, str]]) -> str:
-    cells = "".join(
-        f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
-        f"<td>{html.escape(value)}</td></tr>"
-        for name, value in rows
-    )
-    return f"<table>{cells}</table>"

@@ -9,6 +9,7 @@ it serves a request and while it idles, and drops its copies. Engine thread only
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.node import Disk, Event, Host, Node
@@ -23,6 +24,23 @@ from pcr_core.tiers.trouble import TroubleLog
 from pcr_core.tiers.write_back import WriteBack
 
 _MOST_HEADS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What was forgotten.
+
+    Attributes:
+        heads: Its first chunks, or ``None`` for everything there was.
+        dram: Chunks that had a copy in DRAM.
+    """
+
+    heads: frozenset[ChunkKey] | None
+    dram: list[ChunkKey]
+
+    def covers(self, key: ChunkKey) -> bool:
+        """Whether a chunk is one of the heads: it goes, with all that follow it."""
+        return self.heads is None or key in self.heads
 
 
 class Forgetting:
@@ -85,7 +103,17 @@ class Forgetting:
         self._io.write(job)
         return job
 
-    def catch_up(self) -> Forgotten | None:
+    def finish(self, job: ForgetJob) -> Removed:
+        """Drop from memory what a finished job stands for."""
+        heads = frozenset(job.heads) | frozenset(job.keys)
+        dropped = self.drop(heads)
+        more = self.catch_up()
+        if more is None:
+            return Removed(heads, dropped)
+        everything = None if more.heads is None else heads | more.heads
+        return Removed(everything, [*dropped, *more.dram])
+
+    def catch_up(self) -> Removed | None:
         """Drop what any process has had removed since the last call.
 
         Returns:
@@ -98,8 +126,7 @@ class Forgetting:
         gone = self._heads if news.documents is None else news.documents
         for document in list(gone):
             self._count -= len(self._heads.pop(document, ()))
-        self.drop(news.heads)
-        return news
+        return Removed(news.heads, self.drop(news.heads))
 
     def drop(self, heads: Collection[ChunkKey] | None) -> list[ChunkKey]:
         """Remove chunks, and all that follow them, from memory.

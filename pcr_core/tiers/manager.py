@@ -25,7 +25,7 @@ from pcr_core.tiers.audit import CheckReport, audit_memory
 from pcr_core.tiers.chunk_file import ChunkFormat
 from pcr_core.tiers.chunk_store import ChunkStore
 from pcr_core.tiers.eviction_log import EvictionLog
-from pcr_core.tiers.forget_log import Forgotten
+from pcr_core.tiers.forgetting import Removed
 from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.io_pool import InlineIo, IoPool
 from pcr_core.tiers.jobs import ForgetJob, Io, ReadJob
@@ -287,16 +287,29 @@ class TierManager:
         """Block until a job has ended. Any thread."""
         self._io.wait([job])
 
-    def end_forget(self, job: ForgetJob) -> list[ChunkKey]:
-        """Drop what a finished job has removed; return the keys that were in DRAM."""
+    def end_forget(self, job: ForgetJob) -> Removed:
+        """Drop from memory what a finished job has removed from the store."""
         self.poll()
-        return self._forgetting.drop(frozenset(job.keys) | frozenset(job.heads))
+        self.version += 1
+        return self._forgetting.finish(job)
 
-    def catch_up(self) -> Forgotten | None:
-        """Drop what any process has had forgotten; see ``Forgetting.catch_up``."""
-        news = self._forgetting.catch_up()
-        self.version += news is not None
-        return news
+    def catch_up(self) -> Removed | None:
+        """Drop what any process has had forgotten since the last call, if anything."""
+        removed = self._forgetting.catch_up()
+        self.version += removed is not None
+        return removed
+
+    def sibling_tokens(self, keys: Sequence[ChunkKey], index: int) -> list[int]:
+        """Token ids of a stored chunk that begins where chunk ``index`` would.
+
+        For ``explain`` only: looks at every node. Empty if there is none.
+        """
+        parent = keys[index - 1] if index else self._root
+        for node in self._tree.nodes():
+            above = node.parent.key if node.parent is not None else None
+            if above == parent and node.disk is Disk.STORED and node.key != keys[index]:
+                return self._store.tokens_of(node.key)
+        return []
 
     # --- between steps ---
 

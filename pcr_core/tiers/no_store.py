@@ -44,6 +44,10 @@ class NoStore:
         """Return nothing."""
         return {}
 
+    def tokens_of(self, key: ChunkKey) -> list[int]:
+        """Return nothing."""
+        return []
+
     def read(self, job: ReadJob) -> None:
         """Say that the chunk is not there."""
         job.outcome = ReadOutcome.MISSING
