@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
     from pcr_core.explain.explanation import Explanation
     from pcr_core.request import Completion, Result, SamplingParams, Timing, Usage
-    from pcr_core.stats import CacheStats, EngineStats
+    from pcr_core.stats import CacheStats, Decisions, EngineStats
 
 _HOMES = {
     "Engine": "engine",
@@ -40,7 +40,7 @@ _HOMES = {
     "CacheStats": "stats",
     "Document": "documents",
     "ForgetReceipt": "documents",
-    "ForgetReceipt": "documents",
+    "Decisions": "stats",
     "EngineStats": "stats",
     "Explanation": "explain.explanation",
     **dict.fromkeys(
@@ -68,6 +68,7 @@ __all__ = [
     "CancelledError",
     "Completion",
     "ConfigError",
+    "Decisions",
     "Document",
     "Engine",
     "EngineClosedError",

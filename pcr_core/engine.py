@@ -458,6 +458,7 @@ class Engine:
             cancelled=loop.cancelled,
             failed=loop.failed,
             working_bytes=self._runner.buffer_bytes,
+            decisions=loop.tiers.decisions(loaded.context_window),
             cache=loop.tiers.snapshot(),
         )
 

@@ -8,6 +8,7 @@ list in the paper notes (hits in tokens, not in requests).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from pcr_core.table import as_html, as_text
 
@@ -32,6 +33,7 @@ class StoreCounters:
         read, read_bytes: Chunks and bytes read from SSD and found good.
         prefetch_issued: Chunks whose read was started before their request ran.
         prefetch_used: Those that a request then found in DRAM. Counted as SSD hits.
+        prefetch_late: Those whose request came first, and waited for them.
         prefetch_wasted: Those evicted again before anybody used them.
         prefetch_cancelled: Those whose read was taken back in time.
         written, written_bytes: Chunks and bytes made durable on SSD.
@@ -64,6 +66,7 @@ class StoreCounters:
     read_bytes: int = 0
     prefetch_issued: int = 0
     prefetch_used: int = 0
+    prefetch_late: int = 0
     prefetch_wasted: int = 0
     prefetch_cancelled: int = 0
     written: int = 0
@@ -107,6 +110,7 @@ class CacheStats:
     read_bytes: int
     prefetch_issued: int
     prefetch_used: int
+    prefetch_late: int
     prefetch_wasted: int
     prefetch_cancelled: int
     written: int
@@ -168,7 +172,8 @@ class CacheStats:
             (
                 "prefetch",
                 f"{self.prefetch_issued} chunks read ahead: {self.prefetch_used} used, "
-                f"{self.prefetch_wasted} wasted, {self.prefetch_cancelled} cancelled",
+                f"{self.prefetch_late} late, {self.prefetch_wasted} wasted, "
+                f"{self.prefetch_cancelled} cancelled",
             ),
             ("storage trouble", found or "none"),
         ]
@@ -180,6 +185,58 @@ def _level(chunks: int, used: int, budget: int) -> str:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What steers the tiers at this moment. Immutable; any thread.
+
+    Attributes:
+        eviction: The policy in charge of DRAM.
+        hit_rates: With ``adaptive``: share of chunks that each fixed policy would have
+            hit lately, from 0 to 1. Empty otherwise.
+        lookahead_window: Waiting requests that are looked at.
+        read_bandwidth: Bytes per second from SSD, measured; 0.0 before the first read.
+        prefill_rate: Tokens per second of an uncached prompt of ``RATED`` tokens,
+            measured; 0.0 before the first prefill.
+        crossover_tokens: Depth in a prompt from which on reading a chunk from SSD beats
+            computing it: 0.0 always, ``inf`` never, ``None`` while unknown.
+    """
+
+    RATED: ClassVar[int] = 1024
+
+    eviction: str
+    hit_rates: dict[str, float]
+    lookahead_window: int
+    read_bandwidth: float
+    prefill_rate: float
+    crossover_tokens: float | None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each line of the table."""
+        rates = ", ".join(f"{name} {rate:.0%}" for name, rate in self.hit_rates.items())
+        return [
+            (
+                "eviction",
+                f"{self.eviction}, looks {self.lookahead_window} requests ahead"
+                + (f" (would hit: {rates})" if rates else ""),
+            ),
+            (
+                "load or compute",
+                f"{_mib(int(self.read_bandwidth))}/s from SSD, "
+                f"{self.prefill_rate:.0f} tokens/s computed: {self._crossover()}",
+            ),
+        ]
+
+    def _crossover(self) -> str:
+        at = self.crossover_tokens
+        if at is None:
+            return "not measured yet"
+        if at == 0:
+            return "loading is always faster"
+        if at == float("inf"):
+            return "computing is always faster"
+        return f"loading is faster from token {at:.0f} on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +254,7 @@ class EngineStats:
         namespace: Short name of the KV namespace.
         finished, cancelled, failed: Requests that ended so.
         working_bytes: KV memory of running requests, beside the DRAM tier.
+        decisions: What steers the tiers now.
         cache: Counters of the tiers.
     """
 
@@ -212,6 +270,7 @@ class EngineStats:
     cancelled: int
     failed: int
     working_bytes: int
+    decisions: Decisions
     cache: CacheStats
 
     def __str__(self) -> str:
@@ -233,5 +292,6 @@ class EngineStats:
                 "finished",
                 f"{self.finished} ({self.cancelled} cancelled, {self.failed} failed)",
             ),
+            *self.decisions.rows(),
             *self.cache.rows(),
         ]

@@ -40,7 +40,7 @@ class EvictionLog:
         clock: Unix time in seconds.
 
     Attributes:
-        cause: What is being made room for now; noted with every departure.
+        cause: What is being made room for now.
     """
 
     def __init__(
@@ -51,9 +51,19 @@ class EvictionLog:
         self._clock = clock
         self._gone: OrderedDict[ChunkKey, Gone] = OrderedDict()
 
-    def note(self, key: ChunkKey, tier: Tier, reason: str) -> None:
-        """Remember that a chunk left a tier just now."""
-        self._gone[key] = Gone(tier, self._clock(), reason, self.cause)
+    def note(
+        self, key: ChunkKey, tier: Tier, reason: str, *, by: str | None = None
+    ) -> None:
+        """Remember that a chunk left a tier just now.
+
+        Args:
+            key: The chunk.
+            tier: Which tier it left.
+            reason: Why.
+            by: On whose account; ``None`` is whatever room is being made for.
+        """
+        cause = self.cause if by is None else by
+        self._gone[key] = Gone(tier, self._clock(), reason, cause)
         self._gone.move_to_end(key)
         if len(self._gone) > self._capacity:
             self._gone.popitem(last=False)

@@ -150,7 +150,7 @@ class Forgetting:
                 keys.append(node.key)
                 self._doomed[node] = None
             if node.disk is Disk.STORED:
-                self._log.note(node.key, "ssd", "forgotten")
+                self._log.note(node.key, "ssd", "forgotten", by="")
                 self._stats.forgotten += 1
         for node in nodes:
             if node.disk is Disk.STORED:
@@ -169,7 +169,7 @@ class Forgetting:
                 del self._doomed[node]
             elif _is_idle(node):
                 del self._doomed[node]
-                self._log.note(node.key, "dram", "forgotten")
+                self._log.note(node.key, "dram", "forgotten", by="")
                 self._stats.forgotten += 1
                 self._writes.disown(node)
                 self._dram.free(node, Event.REMOVE)

@@ -31,7 +31,7 @@ class Loading:
         reads: Reads.
         fmt: Size of a chunk and of its file.
         stop: How long requests wait for reads.
-        planner: Says what to read and what to compute.
+        planner: Says what to read and what to compute; also an attribute.
         barred: Whether a chunk must not be lent: it was forgotten.
         stats: Counters.
         poll: Takes in finished I/O.
@@ -53,7 +53,7 @@ class Loading:
         self._reads = reads
         self._format = fmt
         self._stop = stop
-        self._planner = planner
+        self.planner = planner
         self._barred = barred
         self._stats = stats
         self._poll = poll
@@ -101,6 +101,7 @@ class Loading:
         reading = self._reads.find(node)
         if reading is None or reading.reader is not None:
             return  # another request fills this chunk: compute it, do not keep it
+        self._stats.prefetch_late += 1
         reading.reader, reading.index = lease, index
         lease.readings[index] = reading
         self._reads.hurry(reading)
@@ -140,7 +141,7 @@ class Loading:
             after += 1
         end = lease.prompt_tokens if after == len(lease.path) else after * tokens
         earlier = sum(1 for index in lease.readings if index < run.start)
-        return self._planner.split(
+        return self.planner.split(
             run,
             before=before,
             after=end - run.stop * tokens,

@@ -19,7 +19,7 @@ from pcr_core.cost import PrefillTimes
 from pcr_core.index.chunk import ChunkKey, ChunkLayout, Namespace
 from pcr_core.index.look_ahead import window_size
 from pcr_core.index.node import Disk, Event, Host, Node
-from pcr_core.stats import CacheStats, StoreCounters
+from pcr_core.stats import CacheStats, Decisions, StoreCounters
 from pcr_core.tiers.assembly import Shared, assemble
 from pcr_core.tiers.audit import CheckReport, audit_memory
 from pcr_core.tiers.chunk_file import ChunkFormat
@@ -414,6 +414,24 @@ class TierManager:
         stats.ssd_bytes = tree.disk_bytes
         stats.ssd_budget = self._store.budget_bytes
         return stats.snapshot()
+
+    def decisions(self, longest: int) -> Decisions:
+        """What steers the tiers now.
+
+        Args:
+            longest: Tokens of the longest prompt there may be.
+        """
+        adaptive, prefill = self._adaptive, self.prefill_times
+        rated = Decisions.RATED
+        rate = rated / prefill.seconds(0, rated) if prefill.ready else 0.0
+        return Decisions(
+            eviction=adaptive.current if adaptive else self._settings.eviction,
+            hit_rates=dict(adaptive.rates) if adaptive else {},
+            lookahead_window=self.window,
+            read_bandwidth=self._reads.times.bandwidth,
+            prefill_rate=rate,
+            crossover_tokens=self._loading.planner.crossover(longest),
+        )
 
     def close(self, timeout: float = 10.0) -> None:
         """Finish writes for at most ``timeout`` seconds, drop the rest, end threads."""

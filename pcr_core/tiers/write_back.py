@@ -137,7 +137,7 @@ class WriteBack:
                 )
         for node in list(self._tree.nodes()):
             if node.disk is Disk.STORED and node.key not in contents.stored:
-                self._log.note(node.key, "ssd", "removed by another process")
+                self._log.note(node.key, "ssd", "removed by another process", by="")
                 self._tree.advance_disk(node, Event.REMOVE)
         self._tree.prune()
 
@@ -244,7 +244,7 @@ class WriteBack:
         if node.disk is not Disk.STORED:
             return
         size = node.disk_bytes
-        self._log.note(node.key, "ssd", "damaged or gone" if delete else "unreadable")
+        self._log.note(node.key, "ssd", "damaged" if delete else "unreadable", by="")
         self._tree.advance_disk(node, Event.REMOVE)
         if delete:
             self._delete(node.key, size)
