@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pcr_core.errors import ConfigError
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.look_ahead import LookAhead
 from pcr_core.index.node import HOST_NONE, Event, Node
@@ -11,11 +12,11 @@ from pcr_core.index.policies import EvictionPolicy, LookAheadLru, Lru, Pgdsf, Ra
 from pcr_core.index.prefix_tree import PrefixTree
 
 _ROOT = bytes(32)
-_HORIZON = 200
+_HORIZON = 400
 """Requests over which hit rates are averaged, roughly."""
-_MARGIN = 0.01
+_MARGIN = 0.005
 """Points of hit rate by which another policy must be better."""
-_PATIENCE = 50
+_PATIENCE = 100
 """Requests between two changes of policy, at least."""
 
 
@@ -86,6 +87,9 @@ class Adaptive:
     Args:
         capacity: Chunks that the live tier holds.
 
+    Raises:
+        ConfigError: If ``capacity`` is not at least 1.
+
     Attributes:
         current: Name of the policy in charge.
         epoch: Number of changes so far.
@@ -93,7 +97,10 @@ class Adaptive:
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise ValueError(f"capacity is {capacity} chunks; it must be at least 1")
+            raise ConfigError(
+                "eviction 'adaptive' plays its candidates on caches of the tier's size: "
+                f"pass a capacity of at least 1 chunk, not {capacity}"
+            )
         self._pgdsf = Pgdsf()
         self._shadow_pgdsf = Pgdsf()
         self._policies: dict[str, EvictionPolicy] = {

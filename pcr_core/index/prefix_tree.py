@@ -33,6 +33,8 @@ from pcr_core.index.node import (
     is_bare,
 )
 from pcr_core.index.policies import EvictionPolicy, StatefulPolicy
+from pcr_core.index.shelves import Shelves
+from pcr_core.index.subtree import subtree
 from pcr_core.index.victim_queue import VictimQueue
 
 __all__ = [
@@ -49,22 +51,11 @@ __all__ = [
 ]
 
 
-class _Shelf:
-    """What one tenant has on SSD."""
-
-    __slots__ = ("chunks", "nbytes", "queue")
-
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self.chunks = 0
-        self.nbytes = 0
-        self.queue = VictimQueue(policy, disk_evictable)
-
-
 class PrefixTree:
     """Nodes by key, with residency per tier, pins and history. Engine thread only.
 
     A node without copy, pin and children is dropped at once, so memory is bounded by
-    what the tiers hold.
+    what the tiers hold and what is pinned.
 
     Args:
         host_policy: Ranks nodes for eviction from DRAM.
@@ -73,7 +64,6 @@ class PrefixTree:
         remembered: Dropped nodes whose use counts are kept for their return.
 
     Attributes:
-        disk_bytes: Size of all files whose chunk is ``STORED``.
         host_ready: Chunks whose DRAM copy is ``READY``.
     """
 
@@ -84,22 +74,26 @@ class PrefixTree:
         *,
         remembered: int = 0,
     ) -> None:
-        self.disk_bytes = 0
         self.host_ready = 0
         self._nodes: dict[ChunkKey, Node] = {}
         self._host_policy = host_policy
-        self._disk_policy = disk_policy or host_policy
+        self._disk_policy = host_policy if disk_policy is None else disk_policy
         policies = {id(p): p for p in (self._host_policy, self._disk_policy)}.values()
         self._used = [policy.used for policy in policies]
         self._dropped = [p.dropped for p in policies if isinstance(p, StatefulPolicy)]
         self._host_queue = VictimQueue(host_policy, host_evictable)
-        self._shelves: dict[bytes, _Shelf] = {}
+        self._shelves = Shelves(self._disk_policy)
         self._reserved: dict[ChunkKey, int] = {}
         self._ghosts = Ghosts(remembered)
         self._clock = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of all files whose chunk is ``STORED``."""
+        return self._shelves.nbytes
 
     def nodes(self) -> Iterable[Node]:
         """Every node, in no particular order."""
@@ -185,25 +179,7 @@ class PrefixTree:
         Looks at every node, so that nodes need not know their children: only
         ``forget`` asks for this. Unknown heads are ignored.
         """
-        # From each node up to the first one with a verdict: every node is met once.
-        inside = {node for node in self.match(list(heads)) if node is not None}
-        depths: dict[Node, int] = {}
-        found = []
-        for node in self._nodes.values():
-            way = []
-            above: Node | None = node
-            while above is not None and above not in depths:
-                way.append(above)
-                above = above.parent
-            depth = -1 if above is None else depths[above]
-            for below in reversed(way):
-                depth += 1
-                depths[below] = depth
-                if below.parent in inside:
-                    inside.add(below)
-                if below in inside:
-                    found.append(below)
-        return sorted(found, key=depths.__getitem__, reverse=True)
+        return subtree(self._nodes.values(), self.match(list(heads)))
 
     # --- who uses it, who will ---
 
@@ -268,10 +244,17 @@ class PrefixTree:
         """
         old, self._reserved = self._reserved, dict(positions)
         for key in old.keys() - self._reserved.keys():
-            self._set_reserved(key, None)
+            node = self._nodes.get(key)
+            if node is not None:
+                node.reserved = None
+                self._offer(node)
         for key, position in self._reserved.items():
-            if old.get(key) != position:
-                self._set_reserved(key, position)
+            before = old.get(key)
+            node = self._nodes.get(key) if before != position else None
+            if node is not None:
+                node.reserved = position
+                if before is not None and position > before:
+                    self._offer(node)
 
     # --- where it is ---
 
@@ -322,11 +305,13 @@ class PrefixTree:
         if old is DISK_NONE and parent is not None:
             parent.disk_children += 1
         if new is DISK_STORED:
-            self._shelve(node, nbytes)
+            node.disk_bytes = nbytes
+            self._shelves.add(node)
             self._offer_disk(node)
         elif new is DISK_NONE:
             if old is DISK_STORED:
-                self._unshelve(node)
+                self._shelves.remove(node)
+                node.disk_bytes = 0
             if event is Event.EVICT:
                 self._disk_policy.evicted(node)
             if parent is not None:
@@ -347,49 +332,31 @@ class PrefixTree:
         Args:
             tenant: Whose chunk to take; ``None`` takes the lowest rank of all.
         """
-        if tenant is not None:
-            shelf = self._shelves.get(tenant)
-            return shelf.queue.peek() if shelf is not None else None
-        victims = [shelf.queue.peek() for shelf in self._shelves.values()]
-        found = [node for node in victims if node is not None]
-        if len(found) < 2:
-            return found[0] if found else None
-        return min(found, key=self._disk_policy.rank)
+        return self._shelves.victim(tenant)
 
     @property
     def disk_stored(self) -> int:
         """Chunks whose SSD copy is ``STORED``."""
-        return sum(shelf.chunks for shelf in self._shelves.values())
+        return self._shelves.chunks
 
     def tenant_bytes(self, tenant: bytes) -> int:
         """Size of all files of a tenant whose chunk is ``STORED``."""
-        shelf = self._shelves.get(tenant)
-        return shelf.nbytes if shelf is not None else 0
+        return self._shelves.tenant_bytes(tenant)
 
     def audit(self) -> list[str]:
         """Recount everything from the nodes; return what does not fit."""
+        nodes = self._nodes.values()
         problems = audit_links(self._nodes)
-        stored = [node for node in self._nodes.values() if node.disk is Disk.STORED]
-        if self.disk_bytes != sum(node.disk_bytes for node in stored):
-            problems.append(f"tree: {self.disk_bytes} bytes on SSD do not add up")
-        problems += audit_queue(self._host_queue, self._nodes.values(), host_evictable)
-        for tenant in self._shelves.keys() | {node.tenant for node in stored}:
-            theirs = [node for node in stored if node.tenant == tenant]
-            shelf = self._shelves.get(tenant)
-            if shelf is None or not theirs:
-                problems.append(f"tenant {tenant!r}: {len(theirs)} chunks, no shelf")
-                continue
-            total = sum(node.disk_bytes for node in theirs)
-            if (shelf.chunks, shelf.nbytes) != (len(theirs), total):
-                problems.append(f"tenant {tenant!r}: does not hold {total} bytes")
-            problems += audit_queue(shelf.queue, theirs, disk_evictable)
-        for node in self._nodes.values():
+        problems += audit_queue(self._host_queue, nodes, host_evictable)
+        problems += self._shelves.audit(nodes)
+        for node in nodes:
+            name = node.key.hex()[:12]
             if node.reserved != self._reserved.get(node.key):
-                problems.append(f"chunk {node.key.hex()[:12]}: wrong reservation")
+                problems.append(f"chunk {name}: reservation {node.reserved} is wrong")
             if node.key in self._ghosts:
-                problems.append(f"chunk {node.key.hex()[:12]}: is alive and a ghost")
+                problems.append(f"chunk {name}: is there and remembered as gone")
         if len(self._ghosts) > self._ghosts.capacity:
-            problems.append(f"tree: remembers {len(self._ghosts)} chunks, too many")
+            problems.append(f"tree: {len(self._ghosts)} chunks remembered, too many")
         return problems
 
     # --- parts ---
@@ -409,31 +376,6 @@ class PrefixTree:
         parent.children += 1
         parent.host_children += node.host is not HOST_NONE
         parent.disk_children += node.disk is not DISK_NONE
-
-    def _set_reserved(self, key: ChunkKey, position: int | None) -> None:
-        node = self._nodes.get(key)
-        if node is not None:
-            node.reserved = position
-            self._offer(node)
-
-    def _shelve(self, node: Node, nbytes: int) -> None:
-        shelf = self._shelves.get(node.tenant)
-        if shelf is None:
-            shelf = self._shelves[node.tenant] = _Shelf(self._disk_policy)
-        node.disk_bytes = nbytes
-        shelf.chunks += 1
-        shelf.nbytes += nbytes
-        self.disk_bytes += nbytes
-
-    def _unshelve(self, node: Node) -> None:
-        shelf = self._shelves[node.tenant]
-        shelf.queue.discard(node)
-        shelf.chunks -= 1
-        shelf.nbytes -= node.disk_bytes
-        self.disk_bytes -= node.disk_bytes
-        node.disk_bytes = 0
-        if shelf.chunks == 0:
-            del self._shelves[node.tenant]
 
     def _drop(self, node: Node) -> None:
         """Drop a bare node, and its ancestors as far as they become bare."""
@@ -461,7 +403,7 @@ class PrefixTree:
 
     def _offer_disk(self, node: Node) -> None:
         if disk_evictable(node):
-            self._shelves[node.tenant].queue.offer(node)
+            self._shelves.offer(node)
 
 
 def _illegal(node: Node, state: enum.Enum, event: Event) -> str:
