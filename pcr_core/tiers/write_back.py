@@ -227,7 +227,7 @@ class WriteBack:
             if victim is None or victim.last_used >= node.last_used:
                 break
             size = victim.disk_bytes
-            self._tree.advance_disk(victim, Event.REMOVE)
+            self._tree.advance_disk(victim, Event.EVICT)
             self._stats.ssd_evictions += 1
             self._delete(victim.key, size)
             freed += size

@@ -1,0 +1,169 @@
+"""Which fixed policy suits the traffic? Play all of them on it, follow the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pcr_core.index.chunk import ChunkKey
+from pcr_core.index.look_ahead import LookAhead
+from pcr_core.index.node import Event, Host, Node
+from pcr_core.index.policies import EvictionPolicy, LookAheadLru, Lru, Pgdsf, Rank
+from pcr_core.index.prefix_tree import PrefixTree
+
+_ROOT = bytes(32)
+_HORIZON = 200
+"""Requests over which hit rates are averaged, roughly."""
+_MARGIN = 0.01
+"""Points of hit rate by which another policy must be better."""
+_PATIENCE = 50
+"""Requests between two changes of policy, at least."""
+
+
+class ShadowCache:
+    """A cache without bytes: what would have hit under a fixed policy.
+
+    Engine thread only.
+
+    Args:
+        policy: Ranks the chunks.
+        capacity: Chunks it holds.
+        remembered: Evicted chunks whose use counts are kept.
+
+    Attributes:
+        tree: Its own tree; every copy is in the DRAM tier.
+    """
+
+    def __init__(
+        self, policy: EvictionPolicy, capacity: int, *, remembered: int = 0
+    ) -> None:
+        self.tree = PrefixTree(policy, remembered=remembered)
+        self._free = capacity
+
+    def request(self, keys: Sequence[ChunkKey], cost: float) -> int:
+        """Serve one request: match, insert what is missing, commit.
+
+        Args:
+            keys: Its chunk keys, root first.
+            cost: Prefill seconds per computed token.
+
+        Returns:
+            How many chunks hit.
+        """
+        tree = self.tree
+        path = tree.grow(_ROOT, keys)
+        tree.pin(path)
+        missed = [i for i, node in enumerate(path) if node.host is Host.NONE]
+        for index in missed:
+            if not self._make_room():
+                break
+            tree.advance_host(path[index], Event.RESERVE)
+            tree.advance_host(path[index], Event.FILL)
+            self._free -= 1
+        tree.commit(path, 0, missed=missed, cost=cost)
+        tree.unpin(path)
+        return len(path) - len(missed)
+
+    def _make_room(self) -> bool:
+        if self._free > 0:
+            return True
+        victim = self.tree.host_victim()
+        if victim is None:
+            return False
+        self.tree.advance_host(victim, Event.EVICT)
+        self._free += 1
+        return True
+
+
+class Adaptive:
+    """Follows the fixed policy that would have hit most lately.
+
+    Each candidate runs as a shadow cache of the tier's size on the live traffic; their
+    hit rates are averaged with a decay. Another policy takes over when it leads by a
+    margin, and not too soon after the last change. Engine thread only.
+
+    Memory: about 0.5 KB per chunk of capacity and candidate.
+
+    Args:
+        capacity: Chunks that the live tier holds.
+
+    Attributes:
+        current: Name of the policy in charge.
+        epoch: Number of changes so far.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity is {capacity} chunks; it must be at least 1")
+        self._pgdsf = Pgdsf()
+        self._shadow_pgdsf = Pgdsf()
+        self._policies: dict[str, EvictionPolicy] = {
+            "lookahead-lru": LookAheadLru(),
+            "lru": Lru(),
+            "pgdsf": self._pgdsf,
+        }
+        self._shadows = {
+            "lookahead-lru": ShadowCache(LookAheadLru(), capacity),
+            "lru": ShadowCache(Lru(), capacity),
+            "pgdsf": ShadowCache(self._shadow_pgdsf, capacity, remembered=4 * capacity),
+        }
+        self._look_ahead = LookAhead(self._shadows["lookahead-lru"].tree)
+        self._hits = dict.fromkeys(self._shadows, 0.0)
+        self._chunks = 0.0
+        self._since = 0
+        self.current = "lookahead-lru"
+        self.epoch = 0
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Hit rate of each candidate lately, from 0 to 1."""
+        return {
+            name: hits / max(self._chunks, 1.0) for name, hits in self._hits.items()
+        }
+
+    def look_ahead(self, window: Sequence[Sequence[ChunkKey]]) -> None:
+        """Show the queue to the candidate that looks at it; see ``LookAhead``."""
+        self._look_ahead.update(window)
+
+    def observe(self, keys: Sequence[ChunkKey], *, cost: float) -> None:
+        """Play one finished request to all candidates.
+
+        Args:
+            keys: Its chunk keys, root first.
+            cost: Prefill seconds per computed token.
+        """
+        keep = 1 - 1 / _HORIZON
+        self._chunks = keep * self._chunks + len(keys)
+        for name, shadow in self._shadows.items():
+            self._hits[name] = keep * self._hits[name] + shadow.request(keys, cost)
+        self._since += 1
+        self._follow()
+        if self.current != "pgdsf":
+            # Its own clock stands still while others choose the victims.
+            self._pgdsf.clock = max(self._pgdsf.clock, self._shadow_pgdsf.clock)
+
+    def rank(self, node: Node) -> Rank:
+        """Return the rank by the policy in charge."""
+        return self._policies[self.current].rank(node)
+
+    def used(self, node: Node) -> None:
+        """Stamp the priority, whoever is in charge."""
+        self._pgdsf.used(node)
+
+    def evicted(self, node: Node) -> None:
+        """Move the clock if it was the one that chose the victim."""
+        if self.current == "pgdsf":
+            self._pgdsf.evicted(node)
+        else:
+            self._pgdsf.dropped(node)
+
+    def dropped(self, node: Node) -> None:
+        """Forget the priority."""
+        self._pgdsf.dropped(node)
+
+    def _follow(self) -> None:
+        rates = self.rates
+        best = max(rates, key=rates.__getitem__)
+        if self._since >= _PATIENCE and rates[best] > rates[self.current] + _MARGIN:
+            self.current = best
+            self.epoch += 1
+            self._since = 0
