@@ -19,8 +19,6 @@ HEADER = b'{"pcr_trace":1,"chunk_tokens":4,"chunk_bytes":64}\n'
 LINE = b'{"at":1.5,"prompt":9,"output":2,"chunks":"AAAAAAAAAAEAAAAAAAAAAg=="}\n'
 
 
-
-
 def keys_of(tokens: list[int]) -> list[ChunkKey]:
     return chunk_keys(Namespace.of([]), tokens, 4)
 
@@ -181,7 +179,7 @@ def test_a_bad_file_is_refused_with_its_line(path, content, message):
 
 
 def test_a_missing_file_is_named(path):
-    with pytest.raises(TraceError, match="cannot read the trace .*No such file"):
+    with pytest.raises(TraceError, match=r"cannot read the trace .*No such file"):
         read_trace(path)
 
 
@@ -207,7 +205,7 @@ def test_two_engines_do_not_share_a_file(path):
 
 
 def test_a_missing_folder_is_a_setting_error(tmp_path):
-    with pytest.raises(ConfigError, match="No such file .*writable folder"):
+    with pytest.raises(ConfigError, match=r"No such file .*writable folder"):
         writer_of(tmp_path / "missing" / "t.jsonl")
 
 

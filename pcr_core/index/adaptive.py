@@ -31,12 +31,16 @@ class ShadowCache:
 
     Attributes:
         tree: Its own tree; every copy is in the DRAM tier.
+        evictions: Chunks that made room for others so far.
+        bypassed: Chunks that were not kept because nothing could be evicted.
     """
 
     def __init__(
         self, policy: EvictionPolicy, capacity: int, *, remembered: int = 0
     ) -> None:
         self.tree = PrefixTree(policy, remembered=remembered)
+        self.evictions = 0
+        self.bypassed = 0
         self._free = capacity
 
     def request(self, keys: Sequence[ChunkKey], cost: float) -> int:
@@ -55,7 +59,8 @@ class ShadowCache:
         missed = [i for i, node in enumerate(path) if node.host is Host.NONE]
         for index in missed:
             if not self._make_room():
-                break
+                self.bypassed += 1
+                continue
             tree.advance_host(path[index], Event.RESERVE)
             tree.advance_host(path[index], Event.FILL)
             self._free -= 1
@@ -71,6 +76,7 @@ class ShadowCache:
             return False
         self.tree.advance_host(victim, Event.EVICT)
         self._free += 1
+        self.evictions += 1
         return True
 
 

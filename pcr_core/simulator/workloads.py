@@ -3,8 +3,8 @@
 Each prompt is ``[document 1][document 2][query]``. A document's length is fixed, its
 popularity follows Zipf's law, and each has two fixed partners of which the first is
 taken twice as often; so prefixes repeat as whole pairs, as first documents, or not at
-all. The figures are those of the paper notes (PCR, arXiv 2603.23049: workload 1 has 40 %
-reuse, workload 2 has 35 %).
+all. Workloads 1 and 2 of PCR (arXiv 2603.23049) have 40 % and 35 % of reuse; the other
+figures are ours.
 """
 
 from __future__ import annotations
@@ -172,13 +172,15 @@ def _arrivals(recipe: Recipe, rng: np.random.Generator) -> Floats:
     ends = np.cumsum(rng.exponential(recipe.burst, count))
     silences = np.cumsum(rng.exponential(recipe.silence, count))
     passed = np.searchsorted(ends, busy)
-    return busy + np.concatenate([[0.0], silences])[passed]
+    before = np.concatenate([np.zeros(1), silences])
+    arrivals: Floats = busy + before[passed]
+    return arrivals
 
 
 def _places(
     first: int, second: int, ends: tuple[int, int], chunk_tokens: int
 ) -> list[tuple[int, ...]]:
-    """What makes each chunk of a prompt the chunk it is: the documents up to its end."""
+    """What makes a chunk the chunk it is: the documents up to its end, and where."""
     inside_first = ends[0] // chunk_tokens
     return [
         (first, index) if index < inside_first else (first, second, index)

@@ -1,0 +1,180 @@
+"""Replays a trace on one server with a DRAM tier of a given size, without bytes.
+
+The tree, the policies and the look-ahead are the engine's own, driven as the tier
+manager drives them: the window is shown first, the whole path is pinned, missing chunks
+are inserted root first, evicting leaves, and the use is committed once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pcr_core.index.adaptive import Adaptive, ShadowCache
+from pcr_core.index.chunk import ChunkKey
+from pcr_core.index.look_ahead import LookAhead, window_size
+from pcr_core.index.node import Host
+from pcr_core.index.policies import EvictionPolicy
+from pcr_core.simulator.optimum import usable_chunks
+from pcr_core.trace import Trace, TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A policy as it takes part in a comparison.
+
+    Attributes:
+        name: Name of the policy.
+        policy: Makes it, for a trace and a capacity in chunks.
+        window: Waiting requests whose chunks are protected; ``None`` for as many as fit
+            into the tier, the engine's ``"auto"``.
+        remembered: Evicted chunks whose use counts are kept, per chunk of capacity.
+    """
+
+    name: str
+    policy: Callable[[Trace, int], EvictionPolicy]
+    window: int | None = 0
+    remembered: int = 0
+
+    @property
+    def label(self) -> str:
+        """The name, with the window where there is one."""
+        if self.window == 0:
+            return self.name
+        return f"{self.name} W={'auto' if self.window is None else self.window}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a contender made of a trace.
+
+    Attributes:
+        contender: Its name.
+        window: Waiting requests whose chunks were protected.
+        capacity: Size of the tier, in chunks.
+        requests: Requests served.
+        prompt_tokens: Tokens of all prompts.
+        hit_tokens: Those that were not computed.
+        queue: Requests waiting, averaged over time.
+        wait: Seconds from arrival to the start of service, averaged over requests.
+        evictions: Chunks that made room for others.
+        bypassed: Chunks not kept because nothing could be evicted.
+    """
+
+    contender: str
+    window: int
+    capacity: int
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    queue: float
+    wait: float
+    evictions: int
+    bypassed: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that were not computed, from 0 to 1."""
+        return self.hit_tokens / self.prompt_tokens
+
+
+def service_rate(trace: Trace, load: float) -> float:
+    """Tokens per second of the server that ``trace`` would keep busy without any hit.
+
+    Args:
+        trace: Whose arrivals to take.
+        load: Share of the time that this server would be busy; above 1 its queue
+            grows as long as requests come.
+    """
+    gaps = len(trace.requests) - 1
+    span = trace.requests[-1].arrival - trace.requests[0].arrival
+    gap = span / gaps if span > 0 else 1.0
+    return trace.mean_tokens / gap / load
+
+
+def replay(
+    trace: Trace,
+    contender: Contender,
+    capacity: int,
+    rate: float,
+    *,
+    after_each: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Serve all requests, one at a time, first come first served.
+
+    Args:
+        trace: The requests.
+        contender: What decides about eviction.
+        capacity: Chunks that the tier holds, at least 1.
+        rate: Prompt tokens that the server computes per second.
+        after_each: Called after each request, to show progress.
+    """
+    window = contender.window
+    if window is None:
+        window = window_size(capacity, trace.mean_chunks)
+    tier = _Tier(trace, contender, capacity, 1 / rate)
+    arrivals = [request.arrival for request in trace.requests]
+    paths = [request.chunks for request in trace.requests]
+    free_at = waited = 0.0
+    hit_tokens = 0
+    for index, request in enumerate(trace.requests):
+        start = max(request.arrival, free_at)
+        waiting = bisect_right(arrivals, start, lo=index + 1)
+        tier.look_ahead(paths[index + 1 : min(waiting, index + 1 + window)])
+        hits = tier.serve(request) * trace.chunk_tokens
+        hit_tokens += hits
+        waited += start - request.arrival
+        free_at = start + (request.prompt_tokens - hits) / rate
+        after_each()
+    count = len(arrivals)
+    return Outcome(
+        contender=contender.name,
+        window=window,
+        capacity=capacity,
+        requests=count,
+        prompt_tokens=sum(request.prompt_tokens for request in trace.requests),
+        hit_tokens=hit_tokens,
+        queue=waited / (free_at - arrivals[0]),
+        wait=waited / count,
+        evictions=tier.evictions,
+        bypassed=tier.bypassed,
+    )
+
+
+class _Tier:
+    """The DRAM tier and what decides about it."""
+
+    def __init__(
+        self, trace: Trace, contender: Contender, capacity: int, cost: float
+    ) -> None:
+        policy = contender.policy(trace, capacity)
+        remembered = contender.remembered * capacity
+        self._cache = ShadowCache(policy, capacity, remembered=remembered)
+        self._look_ahead = LookAhead(self._cache.tree)
+        self._adaptive = policy if isinstance(policy, Adaptive) else None
+        self._chunk_tokens = trace.chunk_tokens
+        self._cost = cost
+
+    @property
+    def evictions(self) -> int:
+        return self._cache.evictions
+
+    @property
+    def bypassed(self) -> int:
+        return self._cache.bypassed
+
+    def look_ahead(self, window: Sequence[Sequence[ChunkKey]]) -> None:
+        self._look_ahead.update(window)
+        if self._adaptive is not None:
+            self._adaptive.look_ahead(window)
+
+    def serve(self, request: TraceRequest) -> int:
+        """Return how many chunks need not be computed."""
+        usable = usable_chunks(request, self._chunk_tokens)
+        nodes = self._cache.tree.match(request.chunks[:usable])
+        hits = sum(node is not None and node.host is Host.READY for node in nodes)
+        self._cache.request(request.chunks, self._cost)
+        if self._adaptive is not None:
+            self._adaptive.observe(request.chunks, cost=self._cost)
+        return hits
