@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcr_core.errors import ConfigError
@@ -26,12 +26,12 @@ def mean_reuse(name: str, seeds: int) -> float:
 @pytest.mark.parametrize(
     ("name", "low", "high", "seeds"),
     [
-        ("W1", 38.5, 41.1, 8),
-        ("W2", 34.3, 36.7, 4),
-        ("W1-mini", 36.0, 43.0, 30),
-        ("W2-mini", 33.0, 40.0, 30),
-        ("locality", 41.0, 43.5, 5),
-        ("drift", 31.0, 34.0, 8),
+        ("W1", 38.5, 41.1, 6),
+        ("W2", 34.3, 36.7, 3),
+        ("W1-mini", 36.0, 43.0, 25),
+        ("W2-mini", 33.0, 40.0, 25),
+        ("locality", 41.0, 43.5, 4),
+        ("drift", 31.0, 34.0, 5),
     ],
 )
 def test_reuse_without_a_limit(name, low, high, seeds):
@@ -41,7 +41,7 @@ def test_reuse_without_a_limit(name, low, high, seeds):
 
 @pytest.mark.parametrize(
     ("name", "tokens", "chunks"),
-    [("W1", 6780, 15_400), ("W2", 6780, 32_800), ("W1-mini", 442, 1500)],
+    [("W1", 6780, 15_400), ("W2", 6780, 32_800)],
 )
 def test_sizes(name, tokens, chunks):
     trace = generate(name, 1)
@@ -72,6 +72,7 @@ def test_chunks_are_full_and_end_with_the_documents():
         assert request.output_tokens == 16
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 2**32))
 def test_a_chunk_has_one_place_and_one_parent(seed):
     """Keys name everything before them, as the engine's do."""
