@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pcr_core.errors import ConfigError
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.look_ahead import LookAhead
-from pcr_core.index.node import Event, Host, Node
+from pcr_core.index.node import HOST_NONE, Event, Node
 from pcr_core.index.policies import EvictionPolicy, LookAheadLru, Lru, Pgdsf, Rank
 from pcr_core.index.prefix_tree import PrefixTree
 
@@ -56,7 +57,7 @@ class ShadowCache:
         tree = self.tree
         path = tree.grow(_ROOT, keys)
         tree.pin(path)
-        missed = [i for i, node in enumerate(path) if node.host is Host.NONE]
+        missed = [i for i, node in enumerate(path) if node.host is HOST_NONE]
         for index in missed:
             if not self._make_room():
                 self.bypassed += 1
@@ -92,6 +93,9 @@ class Adaptive:
     Args:
         capacity: Chunks that the live tier holds.
 
+    Raises:
+        ConfigError: If ``capacity`` is not at least 1.
+
     Attributes:
         current: Name of the policy in charge.
         epoch: Number of changes so far.
@@ -99,7 +103,10 @@ class Adaptive:
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise ValueError(f"capacity is {capacity} chunks; it must be at least 1")
+            raise ConfigError(
+                "eviction 'adaptive' plays its candidates on caches of the tier's size: "
+                f"pass a capacity of at least 1 chunk, not {capacity}"
+            )
         self._pgdsf = Pgdsf()
         self._shadow_pgdsf = Pgdsf()
         self._policies: dict[str, EvictionPolicy] = {

@@ -52,9 +52,4 @@ def make_policy(name: str, *, capacity: int = 0) -> EvictionPolicy:
     if name not in POLICIES:
         known = ", ".join(repr(known) for known in POLICIES)
         raise ConfigError(f"eviction is {name!r}; use one of {known}")
-    if name == "adaptive" and capacity < 1:
-        raise ConfigError(
-            "eviction 'adaptive' plays its candidates on a cache of the tier's size: "
-            f"pass capacity, in chunks (got {capacity})"
-        )
     return POLICIES[name](capacity)

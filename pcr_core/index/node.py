@@ -7,6 +7,7 @@ queues and the tree all speak of them.
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 from pcr_core.index.chunk import ChunkKey
 
@@ -52,6 +53,13 @@ class Event(enum.Enum):
     DROP = "drop"
     REMOVE = "remove"
 
+
+# Before Python 3.12 a look-up on an Enum class costs as much as ten of these.
+HOST_NONE: Final = Host.NONE
+HOST_READY: Final = Host.READY
+DISK_NONE: Final = Disk.NONE
+DISK_WRITING: Final = Disk.WRITING
+DISK_STORED: Final = Disk.STORED
 
 HOST_TRANSITIONS: dict[tuple[Host, Event], Host] = {
     (Host.NONE, Event.RESERVE): Host.FILLING,
@@ -116,8 +124,8 @@ class Node:
         self.key = key
         self.tenant = tenant
         self.parent: Node | None = None
-        self.host = Host.NONE
-        self.disk = Disk.NONE
+        self.host: Host = HOST_NONE
+        self.disk: Disk = DISK_NONE
         self.disk_bytes = 0
         self.pins = 0
         self.children = 0
@@ -133,23 +141,23 @@ class Node:
 def host_evictable(node: Node) -> bool:
     """True for an unused DRAM leaf that no writer is reading."""
     return (
-        node.host is Host.READY
-        and node.pins == 0
+        node.pins == 0
         and node.host_children == 0
-        and node.disk is not Disk.WRITING
+        and node.host is HOST_READY
+        and node.disk is not DISK_WRITING
     )
 
 
 def disk_evictable(node: Node) -> bool:
     """True for an unused SSD leaf."""
-    return node.disk is Disk.STORED and node.pins == 0 and node.disk_children == 0
+    return node.pins == 0 and node.disk_children == 0 and node.disk is DISK_STORED
 
 
 def is_bare(node: Node) -> bool:
     """True for a node that nothing needs: no copy, no pin, no child."""
     return (
-        node.host is Host.NONE
-        and node.disk is Disk.NONE
-        and node.pins == 0
+        node.pins == 0
         and node.children == 0
+        and node.host is HOST_NONE
+        and node.disk is DISK_NONE
     )

@@ -15,9 +15,9 @@ Rank = tuple[float, ...]
 class EvictionPolicy(Protocol):
     """Orders the chunks of one tier for eviction. Engine thread only.
 
-    The rank of a chunk may rise at any time. It may fall only when the chunk is used,
-    when its reservation changes, or with a new ``epoch``; whoever causes another fall
-    must offer the chunk to the queue again.
+    The rank of a chunk may rise at any time. It may fall when the chunk is used, when
+    its reservation ends or moves back in the queue, and with a new ``epoch``: then the
+    tree has the chunk ranked again. It must not fall otherwise.
     """
 
     @property
@@ -25,7 +25,10 @@ class EvictionPolicy(Protocol):
         """Changes when any rank may have changed for another reason than a use."""
 
     def rank(self, node: Node) -> Rank:
-        """Return the chunk's rank; the lowest goes first."""
+        """Return the chunk's rank; the lowest goes first.
+
+        Two ranks of one epoch differ before the shorter one ends, or are as long.
+        """
 
     def used(self, node: Node) -> None:
         """A request used the chunk; its stamps and counts are up to date."""
@@ -104,12 +107,20 @@ class Pgdsf:
         """Return the stamped priority, then the stamp of the last use."""
         stamp = self._stamps.get(node)
         if stamp is None:
-            stamp = self._stamp(node)
+            self.used(node)
+            stamp = self._stamps[node]
         return (stamp, node.last_used)
 
     def used(self, node: Node) -> None:
         """Stamp the priority."""
-        self._stamp(node)
+        misses = node.misses
+        if misses == 0:
+            cost = self._mean_cost
+        else:
+            cost = node.cost_sum / misses
+            if misses == node.uses:  # just computed, or nearly so
+                self._learn(cost)
+        self._stamps[node] = self.clock + node.uses * cost
 
     def evicted(self, node: Node) -> None:
         """Let the clock rise to the priority of the victim."""
@@ -119,13 +130,7 @@ class Pgdsf:
         """Forget the priority."""
         self._stamps.pop(node, None)
 
-    def _stamp(self, node: Node) -> float:
-        if node.misses:
-            cost = node.cost_sum / node.misses
-            # Of about the last thousand stamps; only the magnitude matters.
-            weight = 1e-3 if self._mean_cost else 1.0
-            self._mean_cost += weight * (cost - self._mean_cost)
-        else:
-            cost = self._mean_cost
-        stamp = self._stamps[node] = self.clock + node.uses * cost
-        return stamp
+    def _learn(self, cost: float) -> None:
+        """Move the mean over about the last thousand computed chunks."""
+        weight = 1e-3 if self._mean_cost else 1.0
+        self._mean_cost += weight * (cost - self._mean_cost)

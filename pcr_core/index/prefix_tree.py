@@ -16,7 +16,12 @@ from pcr_core.index.audit import audit_links, audit_queue
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.ghosts import Ghosts
 from pcr_core.index.node import (
+    DISK_NONE,
+    DISK_STORED,
     DISK_TRANSITIONS,
+    DISK_WRITING,
+    HOST_NONE,
+    HOST_READY,
     HOST_TRANSITIONS,
     Disk,
     Event,
@@ -28,6 +33,8 @@ from pcr_core.index.node import (
     is_bare,
 )
 from pcr_core.index.policies import EvictionPolicy, StatefulPolicy
+from pcr_core.index.shelves import Shelves
+from pcr_core.index.subtree import subtree
 from pcr_core.index.victim_queue import VictimQueue
 
 __all__ = [
@@ -44,31 +51,17 @@ __all__ = [
 ]
 
 
-class _Shelf:
-    """What one tenant has on SSD."""
-
-    __slots__ = ("chunks", "nbytes", "queue")
-
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self.chunks = 0
-        self.nbytes = 0
-        self.queue = VictimQueue(policy, disk_evictable)
-
-
 class PrefixTree:
     """Nodes by key, with residency per tier, pins and history. Engine thread only.
 
     A node without copy, pin and children is dropped at once, so memory is bounded by
-    what the tiers hold.
+    what the tiers hold and what is pinned.
 
     Args:
         host_policy: Ranks nodes for eviction from DRAM.
         disk_policy: The same for SSD; ``None`` shares the other, which is right only
             for a policy without state (clocks belong to one tier).
         remembered: Dropped nodes whose use counts are kept for their return.
-
-    Attributes:
-        disk_bytes: Size of all files whose chunk is ``STORED``.
     """
 
     def __init__(
@@ -78,21 +71,25 @@ class PrefixTree:
         *,
         remembered: int = 0,
     ) -> None:
-        self.disk_bytes = 0
         self._nodes: dict[ChunkKey, Node] = {}
         self._host_policy = host_policy
-        self._disk_policy = disk_policy or host_policy
+        self._disk_policy = host_policy if disk_policy is None else disk_policy
         policies = {id(p): p for p in (self._host_policy, self._disk_policy)}.values()
         self._used = [policy.used for policy in policies]
         self._dropped = [p.dropped for p in policies if isinstance(p, StatefulPolicy)]
         self._host_queue = VictimQueue(host_policy, host_evictable)
-        self._shelves: dict[bytes, _Shelf] = {}
+        self._shelves = Shelves(self._disk_policy)
         self._reserved: dict[ChunkKey, int] = {}
         self._ghosts = Ghosts(remembered)
         self._clock = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of all files whose chunk is ``STORED``."""
+        return self._shelves.nbytes
 
     def nodes(self) -> Iterable[Node]:
         """Every node, in no particular order."""
@@ -149,7 +146,7 @@ class PrefixTree:
             tenant: Whose it is.
         """
         node = self._node(key, tenant)
-        if node.disk is not Disk.NONE:
+        if node.disk is not DISK_NONE:
             return
         if node.parent is None:
             self._link(node, self._node(ChunkKey(parent), tenant))
@@ -178,25 +175,7 @@ class PrefixTree:
         Looks at every node, so that nodes need not know their children: only
         ``forget`` asks for this. Unknown heads are ignored.
         """
-        # From each node up to the first one with a verdict: every node is met once.
-        inside = {node for node in self.match(list(heads)) if node is not None}
-        depths: dict[Node, int] = {}
-        found = []
-        for node in self._nodes.values():
-            way = []
-            above: Node | None = node
-            while above is not None and above not in depths:
-                way.append(above)
-                above = above.parent
-            depth = -1 if above is None else depths[above]
-            for below in reversed(way):
-                depth += 1
-                depths[below] = depth
-                if below.parent in inside:
-                    inside.add(below)
-                if below in inside:
-                    found.append(below)
-        return sorted(found, key=depths.__getitem__, reverse=True)
+        return subtree(self._nodes.values(), self.match(list(heads)))
 
     # --- who uses it, who will ---
 
@@ -212,7 +191,10 @@ class PrefixTree:
                 raise IllegalTransitionError(f"{node.key.hex()} was unpinned twice")
             node.pins -= 1
             if node.pins == 0:
-                self._settle(node)
+                if is_bare(node):
+                    self._drop(node)
+                else:
+                    self._offer(node)
 
     def commit(
         self,
@@ -258,10 +240,17 @@ class PrefixTree:
         """
         old, self._reserved = self._reserved, dict(positions)
         for key in old.keys() - self._reserved.keys():
-            self._set_reserved(key, None)
+            node = self._nodes.get(key)
+            if node is not None:
+                node.reserved = None
+                self._offer(node)
         for key, position in self._reserved.items():
-            if old.get(key) != position:
-                self._set_reserved(key, position)
+            before = old.get(key)
+            node = self._nodes.get(key) if before != position else None
+            if node is not None:
+                node.reserved = position
+                if before is not None and position > before:
+                    self._offer(node)
 
     # --- where it is ---
 
@@ -276,15 +265,20 @@ class PrefixTree:
         if new is None:
             raise IllegalTransitionError(_illegal(node, old, event))
         node.host = new
-        if new is Host.NONE:
+        parent = node.parent
+        if new is HOST_READY:
+            self._offer_host(node)
+        elif new is HOST_NONE:
             self._host_queue.discard(node)
             if event is Event.EVICT:
                 self._host_policy.evicted(node)
-        parent = node.parent
-        if parent is not None and (old is Host.NONE) != (new is Host.NONE):
-            parent.host_children += 1 if old is Host.NONE else -1
-            self._offer(parent)
-        self._settle(node)
+            if parent is not None:
+                parent.host_children -= 1
+                self._offer_host(parent)
+            if is_bare(node):
+                self._drop(node)
+        elif parent is not None:
+            parent.host_children += 1
 
     def advance_disk(self, node: Node, event: Event, nbytes: int = 0) -> None:
         """Move the SSD copy to its next state.
@@ -302,17 +296,26 @@ class PrefixTree:
         if new is None:
             raise IllegalTransitionError(_illegal(node, old, event))
         node.disk = new
-        if new is Disk.STORED:
-            self._shelve(node, nbytes)
-        elif old is Disk.STORED:
-            self._unshelve(node)
+        parent = node.parent
+        if old is DISK_NONE and parent is not None:
+            parent.disk_children += 1
+        if new is DISK_STORED:
+            node.disk_bytes = nbytes
+            self._shelves.add(node)
+            self._offer_disk(node)
+        elif new is DISK_NONE:
+            if old is DISK_STORED:
+                self._shelves.remove(node)
+                node.disk_bytes = 0
             if event is Event.EVICT:
                 self._disk_policy.evicted(node)
-        parent = node.parent
-        if parent is not None and (old is Disk.NONE) != (new is Disk.NONE):
-            parent.disk_children += 1 if old is Disk.NONE else -1
-            self._offer(parent)
-        self._settle(node)
+            if parent is not None:
+                parent.disk_children -= 1
+                self._offer_disk(parent)
+            if is_bare(node):
+                self._drop(node)
+        if old is DISK_WRITING:
+            self._offer_host(node)  # its writer no longer reads it
 
     def host_victim(self) -> Node | None:
         """Return the chunk to evict from DRAM next, or ``None``."""
@@ -324,44 +327,26 @@ class PrefixTree:
         Args:
             tenant: Whose chunk to take; ``None`` takes the lowest rank of all.
         """
-        if tenant is not None:
-            shelf = self._shelves.get(tenant)
-            return shelf.queue.peek() if shelf is not None else None
-        victims = [shelf.queue.peek() for shelf in self._shelves.values()]
-        found = [node for node in victims if node is not None]
-        if len(found) < 2:
-            return found[0] if found else None
-        return min(found, key=self._disk_policy.rank)
+        return self._shelves.victim(tenant)
 
     def tenant_bytes(self, tenant: bytes) -> int:
         """Size of all files of a tenant whose chunk is ``STORED``."""
-        shelf = self._shelves.get(tenant)
-        return shelf.nbytes if shelf is not None else 0
+        return self._shelves.tenant_bytes(tenant)
 
     def audit(self) -> list[str]:
         """Recount everything from the nodes; return what does not fit."""
+        nodes = self._nodes.values()
         problems = audit_links(self._nodes)
-        stored = [node for node in self._nodes.values() if node.disk is Disk.STORED]
-        if self.disk_bytes != sum(node.disk_bytes for node in stored):
-            problems.append(f"tree: {self.disk_bytes} bytes on SSD do not add up")
-        problems += audit_queue(self._host_queue, self._nodes.values(), host_evictable)
-        for tenant in self._shelves.keys() | {node.tenant for node in stored}:
-            theirs = [node for node in stored if node.tenant == tenant]
-            shelf = self._shelves.get(tenant)
-            if shelf is None or not theirs:
-                problems.append(f"tenant {tenant!r}: {len(theirs)} chunks, no shelf")
-                continue
-            total = sum(node.disk_bytes for node in theirs)
-            if (shelf.chunks, shelf.nbytes) != (len(theirs), total):
-                problems.append(f"tenant {tenant!r}: does not hold {total} bytes")
-            problems += audit_queue(shelf.queue, theirs, disk_evictable)
-        for node in self._nodes.values():
+        problems += audit_queue(self._host_queue, nodes, host_evictable)
+        problems += self._shelves.audit(nodes)
+        for node in nodes:
+            name = node.key.hex()[:12]
             if node.reserved != self._reserved.get(node.key):
-                problems.append(f"chunk {node.key.hex()[:12]}: wrong reservation")
+                problems.append(f"chunk {name}: reservation {node.reserved} is wrong")
             if node.key in self._ghosts:
-                problems.append(f"chunk {node.key.hex()[:12]}: is alive and a ghost")
+                problems.append(f"chunk {name}: is there and remembered as gone")
         if len(self._ghosts) > self._ghosts.capacity:
-            problems.append(f"tree: remembers {len(self._ghosts)} chunks, too many")
+            problems.append(f"tree: {len(self._ghosts)} chunks remembered, too many")
         return problems
 
     # --- parts ---
@@ -379,40 +364,8 @@ class PrefixTree:
     def _link(self, node: Node, parent: Node) -> None:
         node.parent = parent
         parent.children += 1
-        parent.host_children += node.host is not Host.NONE
-        parent.disk_children += node.disk is not Disk.NONE
-
-    def _set_reserved(self, key: ChunkKey, position: int | None) -> None:
-        node = self._nodes.get(key)
-        if node is not None:
-            node.reserved = position
-            self._offer(node)
-
-    def _shelve(self, node: Node, nbytes: int) -> None:
-        shelf = self._shelves.get(node.tenant)
-        if shelf is None:
-            shelf = self._shelves[node.tenant] = _Shelf(self._disk_policy)
-        node.disk_bytes = nbytes
-        shelf.chunks += 1
-        shelf.nbytes += nbytes
-        self.disk_bytes += nbytes
-
-    def _unshelve(self, node: Node) -> None:
-        shelf = self._shelves[node.tenant]
-        shelf.queue.discard(node)
-        shelf.chunks -= 1
-        shelf.nbytes -= node.disk_bytes
-        self.disk_bytes -= node.disk_bytes
-        node.disk_bytes = 0
-        if shelf.chunks == 0:
-            del self._shelves[node.tenant]
-
-    def _settle(self, node: Node) -> None:
-        """After a change: drop the node if it is bare, else offer it for eviction."""
-        if is_bare(node):
-            self._drop(node)
-        else:
-            self._offer(node)
+        parent.host_children += node.host is not HOST_NONE
+        parent.disk_children += node.disk is not DISK_NONE
 
     def _drop(self, node: Node) -> None:
         """Drop a bare node, and its ancestors as far as they become bare."""
@@ -431,10 +384,16 @@ class PrefixTree:
             bare = above
 
     def _offer(self, node: Node) -> None:
+        self._offer_host(node)
+        self._offer_disk(node)
+
+    def _offer_host(self, node: Node) -> None:
         if host_evictable(node):
             self._host_queue.offer(node)
+
+    def _offer_disk(self, node: Node) -> None:
         if disk_evictable(node):
-            self._shelves[node.tenant].queue.offer(node)
+            self._shelves.offer(node)
 
 
 def _illegal(node: Node, state: enum.Enum, event: Event) -> str:

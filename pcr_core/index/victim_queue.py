@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import Any
 
 from pcr_core.index.node import Node
 from pcr_core.index.policies import EvictionPolicy, Rank
+
+Entry = tuple[Any, ...]
+"""A rank, then a running number and the node. Flat, because comparing a tuple within a
+tuple costs half as much again; the number keeps nodes from being compared."""
 
 _SLACK = 64
 """Out-of-date entries that are never worth a clean-up."""
@@ -37,8 +42,8 @@ class VictimQueue:
         self._policy = policy
         self._evictable = evictable
         self._epoch = policy.epoch
-        self._heap: list[tuple[Rank, int, Node]] = []
-        self._queued: dict[Node, Rank] = {}  # the one valid entry of each node
+        self._heap: list[Entry] = []
+        self._queued: dict[Node, Entry] = {}  # the one valid entry of each node
         self._count = 0
 
     def __len__(self) -> int:
@@ -49,8 +54,11 @@ class VictimQueue:
         """Make ``node`` a candidate."""
         rank = self._policy.rank(node)
         queued = self._queued.get(node)
-        if queued is None or rank < queued:
-            self._push(rank, node)
+        if queued is None:
+            heapq.heappush(self._heap, self._entry(rank, node))
+        elif rank < queued[:-2]:
+            heapq.heappush(self._heap, self._entry(rank, node))
+            self._trim()
 
     def discard(self, node: Node) -> None:
         """``node`` is no candidate any more, until it is offered again."""
@@ -66,49 +74,42 @@ class VictimQueue:
             self._rank_all()
         heap, queued = self._heap, self._queued
         while heap:
-            rank, _, node = heap[0]
-            if queued.get(node) is not rank:
+            entry = heap[0]
+            node: Node = entry[-1]
+            if queued.get(node) is not entry:
                 heapq.heappop(heap)
-                continue
-            if not self._evictable(node):
+            elif not self._evictable(node):
                 heapq.heappop(heap)
                 del queued[node]
-                continue
-            current = self._policy.rank(node)
-            if current == rank:
-                return node
-            self._count += 1
-            queued[node] = current
-            heapq.heapreplace(heap, (current, self._count, node))
+            else:
+                rank = self._policy.rank(node)
+                if rank == entry[:-2]:
+                    return node
+                heapq.heapreplace(heap, self._entry(rank, node))
         return None
 
     def misplaced(self, node: Node) -> bool:
         """True if ``peek`` could pass over an evictable ``node``: a bug."""
-        if self._policy.epoch != self._epoch:
-            return node not in self._queued
         queued = self._queued.get(node)
-        return queued is None or queued > self._policy.rank(node)
+        if queued is None:
+            return True
+        current = self._policy.epoch == self._epoch
+        return current and bool(self._policy.rank(node) < queued[:-2])
 
-    def _push(self, rank: Rank, node: Node) -> None:
+    def _entry(self, rank: Rank, node: Node) -> Entry:
         self._count += 1
-        self._queued[node] = rank
-        heapq.heappush(self._heap, (rank, self._count, node))
-        self._trim()
+        entry = self._queued[node] = (*rank, self._count, node)
+        return entry
 
     def _trim(self) -> None:
         """Drop out-of-date entries once they are the majority: O(1) amortised."""
         heap, queued = self._heap, self._queued
         if len(heap) > 2 * len(queued) + _SLACK:
-            heap[:] = [entry for entry in heap if queued.get(entry[2]) is entry[0]]
+            heap[:] = [entry for entry in heap if queued.get(entry[-1]) is entry]
             heapq.heapify(heap)
 
     def _rank_all(self) -> None:
         self._epoch = self._policy.epoch
         rank = self._policy.rank
-        self._queued = {node: rank(node) for node in self._queued}
-        self._heap = [
-            (rank, count, node)
-            for count, (node, rank) in enumerate(self._queued.items())
-        ]
-        self._count = len(self._heap)
+        self._heap = [self._entry(rank(node), node) for node in self._queued]
         heapq.heapify(self._heap)
