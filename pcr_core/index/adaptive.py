@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pcr_core.errors import ConfigError
 from pcr_core.index.chunk import ChunkKey
+from pcr_core.index.ghosts import REMEMBERED_PER_CHUNK
 from pcr_core.index.look_ahead import LookAhead
 from pcr_core.index.node import HOST_NONE, Event, Node
 from pcr_core.index.policies import EvictionPolicy, LookAheadLru, Lru, Pgdsf, Rank
@@ -14,8 +15,9 @@ from pcr_core.index.prefix_tree import PrefixTree
 _ROOT = bytes(32)
 _HORIZON = 200
 """Requests over which hit rates are averaged, roughly."""
-_MARGIN = 0.01
-"""Points of hit rate by which another policy must be better."""
+_MARGIN = 0.003
+"""Hit rate by which another policy must be better. Where a tier is small, 0.01 is half
+of what the best one hits, and following it came too late."""
 _PATIENCE = 50
 """Requests between two changes of policy, at least."""
 
@@ -109,6 +111,7 @@ class Adaptive:
             )
         self._pgdsf = Pgdsf()
         self._shadow_pgdsf = Pgdsf()
+        remembered = REMEMBERED_PER_CHUNK * capacity
         self._policies: dict[str, EvictionPolicy] = {
             "lookahead-lru": LookAheadLru(),
             "lru": Lru(),
@@ -117,7 +120,7 @@ class Adaptive:
         self._shadows = {
             "lookahead-lru": ShadowCache(LookAheadLru(), capacity),
             "lru": ShadowCache(Lru(), capacity),
-            "pgdsf": ShadowCache(self._shadow_pgdsf, capacity, remembered=4 * capacity),
+            "pgdsf": ShadowCache(self._shadow_pgdsf, capacity, remembered=remembered),
         }
         self._look_ahead = LookAhead(self._shadows["lookahead-lru"].tree)
         self._hits = dict.fromkeys(self._shadows, 0.0)

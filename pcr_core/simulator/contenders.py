@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 
 from pcr_core.errors import ConfigError
 from pcr_core.index.adaptive import Adaptive
+from pcr_core.index.ghosts import REMEMBERED_PER_CHUNK
 from pcr_core.index.node import Node
 from pcr_core.index.policies import EvictionPolicy, LookAheadLru, Lru, Pgdsf, Rank
 from pcr_core.simulator.optimum import FarthestUse
 from pcr_core.simulator.replay import Contender
 from pcr_core.trace import Trace
-
-REMEMBERED = 8
-"""Evicted chunks whose use counts are kept, per chunk of capacity."""
 
 NAMES = (
     "lru",
@@ -90,4 +88,6 @@ def _windows_of(name: str, windows: Sequence[int | None]) -> Sequence[int | None
 
 def _make(name: str, window: int | None) -> Contender:
     remembers = name.endswith("+memory") or name == "adaptive"
-    return Contender(name, _MAKERS[name], window, REMEMBERED if remembers else 0)
+    return Contender(
+        name, _MAKERS[name], window, REMEMBERED_PER_CHUNK if remembers else 0
+    )
