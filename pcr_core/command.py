@@ -159,15 +159,14 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
     try:
         yield step
     finally:
-        bar.stop()
+        if bar.live.is_started:  # else it would print an empty line
+            bar.stop()
 
 
 def _show(result: Comparison, load: float) -> None:
     trace = result.trace
     console = Console(width=None if sys.stdout.isatty() else 132, highlight=False)
-    table = Table(
-        title=f"Reused prompt tokens in %: {trace.name}", title_justify="left"
-    )
+    table = Table()
     table.add_column("policy")
     for budget in result.budgets:
         table.add_column(f"{budget.label}\n{budget.chunks} chunks", justify="right")
@@ -178,6 +177,7 @@ def _show(result: Comparison, load: float) -> None:
     table.add_row(
         f"waiting requests, {first}", *(f"{o.queue:.1f}" for o in result.outcomes[0])
     )
+    console.print(f"{trace.name}: reused prompt tokens in %", markup=False)
     console.print(table)
     console.print(
         f"{len(trace.requests)} requests of {trace.mean_tokens:.0f} tokens and "

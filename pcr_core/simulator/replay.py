@@ -19,6 +19,9 @@ from pcr_core.index.policies import EvictionPolicy
 from pcr_core.simulator.optimum import usable_chunks
 from pcr_core.trace import Trace, TraceRequest
 
+_COST = 1.0
+"""Of computing one token. Only ratios matter, and whole numbers keep ties exact."""
+
 
 @dataclass(frozen=True, slots=True)
 class Contender:
@@ -113,7 +116,7 @@ def replay(
     window = contender.window
     if window is None:
         window = window_size(capacity, trace.mean_chunks)
-    tier = _Tier(trace, contender, capacity, 1 / rate)
+    tier = _Tier(trace, contender, capacity)
     arrivals = [request.arrival for request in trace.requests]
     paths = [request.chunks for request in trace.requests]
     free_at = waited = 0.0
@@ -145,16 +148,13 @@ def replay(
 class _Tier:
     """The DRAM tier and what decides about it."""
 
-    def __init__(
-        self, trace: Trace, contender: Contender, capacity: int, cost: float
-    ) -> None:
+    def __init__(self, trace: Trace, contender: Contender, capacity: int) -> None:
         policy = contender.policy(trace, capacity)
         remembered = contender.remembered * capacity
         self._cache = ShadowCache(policy, capacity, remembered=remembered)
         self._look_ahead = LookAhead(self._cache.tree)
         self._adaptive = policy if isinstance(policy, Adaptive) else None
         self._chunk_tokens = trace.chunk_tokens
-        self._cost = cost
 
     @property
     def evictions(self) -> int:
@@ -174,7 +174,7 @@ class _Tier:
         usable = usable_chunks(request, self._chunk_tokens)
         nodes = self._cache.tree.match(request.chunks[:usable])
         hits = sum(node is not None and node.host is Host.READY for node in nodes)
-        self._cache.request(request.chunks, self._cost)
+        self._cache.request(request.chunks, _COST)
         if self._adaptive is not None:
-            self._adaptive.observe(request.chunks, cost=self._cost)
+            self._adaptive.observe(request.chunks, cost=_COST)
         return hits
