@@ -62,46 +62,56 @@ def _root(
     """Tools around the KV cache of prompt prefixes; none of them loads a model."""
 
 
+_Recorded = Annotated[
+    Path | None, typer.Argument(help="A trace that an engine has recorded.")
+]
+_Workload = Annotated[
+    str | None, typer.Option(help=f"Or generate one: {', '.join(RECIPES)}.")
+]
+_Seed = Annotated[int, typer.Option(min=0, help="Of the generated one.")]
+_Budgets = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Size of the DRAM tier, as a number of mean requests (25) or in bytes "
+        f"(2GiB). Repeat it to compare several. Default: {', '.join(_BUDGETS)}."
+    ),
+]
+_Policies = Annotated[
+    list[str] | None,
+    typer.Option(help=f"One of {', '.join(NAMES)}. Repeatable. Default: all."),
+]
+_Windows = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Waiting requests that look-ahead protects, or auto. Repeatable. "
+        f"Default: {', '.join(_WINDOWS)}."
+    ),
+]
+_Load = Annotated[
+    float,
+    typer.Option(
+        min=0.01,
+        max=100.0,
+        help="Share of the time that a server without cache is busy; above 1 its "
+        "queue grows.",
+    ),
+]
+_Json = Annotated[
+    Path | None, typer.Option("--json", help="Write all figures to this file.")
+]
+
+
 # An option is a parameter, so there are more of them here than elsewhere.
 @app.command()
 def simulate(
-    trace: Annotated[
-        Path | None, typer.Argument(help="A trace that an engine has recorded.")
-    ] = None,
-    workload: Annotated[
-        str | None, typer.Option(help=f"Or generate one: {', '.join(RECIPES)}.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the generated one.")] = 0,
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Size of the DRAM tier, as a number of mean requests (25) or in bytes "
-            f"(2GiB). Repeat it to compare several. Default: {', '.join(_BUDGETS)}."
-        ),
-    ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(help=f"One of {', '.join(NAMES)}. Repeatable. Default: all."),
-    ] = None,
-    window: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Waiting requests that look-ahead protects, or auto. Repeatable. "
-            f"Default: {', '.join(_WINDOWS)}."
-        ),
-    ] = None,
-    load: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            max=100.0,
-            help="Share of the time that a server without cache is busy; above 1 its "
-            "queue grows.",
-        ),
-    ] = 0.9,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures to this file.")
-    ] = None,
+    trace: _Recorded = None,
+    workload: _Workload = None,
+    seed: _Seed = 0,
+    budget: _Budgets = None,
+    policy: _Policies = None,
+    window: _Windows = None,
+    load: _Load = 0.9,
+    json_file: _Json = None,
 ) -> None:
     """Show the hit rates of eviction policies on recorded or generated requests.
 

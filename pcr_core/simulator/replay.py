@@ -116,33 +116,58 @@ def replay(
     window = contender.window
     if window is None:
         window = window_size(capacity, trace.mean_chunks)
-    tier = _Tier(trace, contender, capacity)
-    arrivals = [request.arrival for request in trace.requests]
+    tier, server = _Tier(trace, contender, capacity), _Server(trace, rate)
     paths = [request.chunks for request in trace.requests]
-    free_at = waited = 0.0
     hit_tokens = 0
     for index, request in enumerate(trace.requests):
-        start = max(request.arrival, free_at)
-        waiting = bisect_right(arrivals, start, lo=index + 1)
-        tier.look_ahead(paths[index + 1 : min(waiting, index + 1 + window)])
+        waiting = server.start(index)
+        tier.look_ahead(paths[index + 1 : index + 1 + min(waiting, window)])
         hits = tier.serve(request) * trace.chunk_tokens
+        server.compute(request.prompt_tokens - hits)
         hit_tokens += hits
-        waited += start - request.arrival
-        free_at = start + (request.prompt_tokens - hits) / rate
         after_each()
-    count = len(arrivals)
     return Outcome(
         contender=contender.name,
         window=window,
         capacity=capacity,
-        requests=count,
+        requests=len(paths),
         prompt_tokens=sum(request.prompt_tokens for request in trace.requests),
         hit_tokens=hit_tokens,
-        queue=waited / (free_at - arrivals[0]),
-        wait=waited / count,
+        queue=server.waited / server.span,
+        wait=server.waited / len(paths),
         evictions=tier.evictions,
         bypassed=tier.bypassed,
     )
+
+
+class _Server:
+    """Computes one prompt at a time; knows who waits meanwhile.
+
+    Attributes:
+        waited: Seconds that requests have waited, summed over all started.
+    """
+
+    def __init__(self, trace: Trace, rate: float) -> None:
+        self.waited = 0.0
+        self._arrivals = [request.arrival for request in trace.requests]
+        self._rate = rate
+        self._free_at = self._arrivals[0]
+
+    @property
+    def span(self) -> float:
+        """Seconds from the first arrival to the last end."""
+        return self._free_at - self._arrivals[0]
+
+    def start(self, index: int) -> int:
+        """Take up a request as soon as possible; returns how many wait then."""
+        arrival = self._arrivals[index]
+        self._free_at = max(self._free_at, arrival)
+        self.waited += self._free_at - arrival
+        return bisect_right(self._arrivals, self._free_at, lo=index + 1) - (index + 1)
+
+    def compute(self, tokens: int) -> None:
+        """Be busy for so many tokens."""
+        self._free_at += tokens / self._rate
 
 
 class _Tier:
