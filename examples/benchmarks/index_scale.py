@@ -2,9 +2,10 @@
 
     python -m examples.benchmarks.index_scale
 
-Paths of about 50 chunks that share prefixes; every chunk has a copy in both tiers. Each
-figure is the best of three rounds, in microseconds per chunk: work that shares the
-cores can only add to it. Memory is what Python allocated, keys included.
+Paths of 50 chunks that share prefixes; every chunk has a copy in both tiers. Figures
+are microseconds of CPU time per chunk, the best of three rounds: other work on the
+machine can only add to them. Memory is what Python allocated for a tree of at most
+100,000 nodes, keys included.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pcr_core.index.prefix_tree import Event, PrefixTree
 ROOT = bytes(32)
 LENGTH = 50
 ROUNDS = 3
-Path_ = list[ChunkKey]
+Keys = list[ChunkKey]
 
 
 class Traffic:
@@ -35,13 +36,13 @@ class Traffic:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self.paths: list[Path_] = []
+        self.paths: list[Keys] = []
 
     def key(self) -> ChunkKey:
         return ChunkKey(self._random.randbytes(32))
 
-    def new_path(self) -> Path_:
-        shared: Path_ = []
+    def new_path(self) -> Keys:
+        shared: Keys = []
         if self.paths:
             parent = self._random.choice(self.paths)
             shared = parent[: self._random.choice((0, 1, 1, 10, 25, 40))]
@@ -49,11 +50,11 @@ class Traffic:
         self.paths.append(path)
         return path
 
-    def some_paths(self, count: int) -> list[Path_]:
+    def some_paths(self, count: int) -> list[Keys]:
         return self._random.choices(self.paths, k=count)
 
 
-def insert(tree: PrefixTree, keys: Path_, now: int) -> None:
+def insert(tree: PrefixTree, keys: Keys, now: int) -> None:
     """What a request leaves behind: copies in both tiers, one use."""
     path = tree.grow(ROOT, keys)
     tree.pin(path)
@@ -71,9 +72,7 @@ def insert(tree: PrefixTree, keys: Path_, now: int) -> None:
 
 def build(policy: str, size: int) -> tuple[PrefixTree, Traffic]:
     traffic = Traffic(seed=7)
-    tree = PrefixTree(
-        make_policy(policy, capacity=1), make_policy(policy, capacity=1)
-    )
+    tree = PrefixTree(make_policy(policy, capacity=1), make_policy(policy, capacity=1))
     while len(tree) < size:
         insert(tree, traffic.new_path(), 0)
     return tree, traffic
@@ -102,8 +101,7 @@ def evict(tree: PrefixTree, traffic: Traffic) -> tuple[float, int]:
     """Evict from DRAM and insert, between uses of other paths; only evicting counts."""
     spent, count = 0.0, 0
     for _ in range(100):
-        use_keys = traffic.some_paths(2)
-        for keys in use_keys:
+        for keys in traffic.some_paths(2):
             tree.commit([node for node in tree.match(keys) if node is not None], 0)
         start = time.process_time()
         for _ in range(LENGTH):
@@ -187,12 +185,12 @@ def measure_adaptive(capacity: int) -> float:
     return 1e6 * best
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", nargs="+", type=int, default=[10**4, 10**5, 10**6])
     parser.add_argument("--policies", nargs="+", default=["lookahead-lru", "pgdsf"])
     parser.add_argument("--json", type=Path, help="write raw figures here")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     results: dict[str, Any] = {"machine": print_machine()}
     rows = []
     for policy in options.policies:

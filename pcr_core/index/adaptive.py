@@ -13,12 +13,11 @@ from pcr_core.index.policies import EvictionPolicy, LookAheadLru, Lru, Pgdsf, Ra
 from pcr_core.index.prefix_tree import PrefixTree
 
 _ROOT = bytes(32)
-_HORIZON = 200
+_HORIZON = 400
 """Requests over which hit rates are averaged, roughly."""
-_MARGIN = 0.003
-"""Hit rate by which another policy must be better. Where a tier is small, 0.01 is half
-of what the best one hits, and following it came too late."""
-_PATIENCE = 50
+_MARGIN = 0.005
+"""Points of hit rate by which another policy must be better."""
+_PATIENCE = 100
 """Requests between two changes of policy, at least."""
 
 

@@ -209,20 +209,30 @@ class TreeMachine(RuleBasedStateMachine):
                 self.model.disk_policy.evicted(record)
         self.model.settle()
 
-    @rule(data=st.data())
-    def fill(self, data):
-        """Make a whole path complete in both tiers: the common case."""
-        if not self.leases:
-            return
-        for key in data.draw(st.sampled_from(self.leases)):
+    @rule(path=PATHS, cost=st.sampled_from((0.5, 1.0, 3.0)), write=st.booleans())
+    def request(self, path, cost, write):
+        """A whole request at once, the common case: most chunks end up evictable."""
+        self.lease(path)
+        keys = self.leases.pop()
+        missed = []
+        for index, key in enumerate(keys):
             record, node = self.model.records[key], self.node(key)
             if record.host is Host.NONE and record.disk is not Disk.WRITING:
+                missed.append(index)
                 self.tree.advance_host(node, Event.RESERVE)
                 self.tree.advance_host(node, Event.FILL)
                 record.host = Host.READY
-            if record.host is Host.READY and record.disk is Disk.NONE:
+            if write and record.host is Host.READY and record.disk is Disk.NONE:
                 self.tree.advance_disk(node, Event.WRITE)
-                self.tree.advance_disk(node, Event.STORE, 5)
+                record.disk = Disk.WRITING
+        self.end(keys, missed, cost)
+
+    @rule()
+    def written(self):
+        """Writes end when no lease holds the chunk any more."""
+        for record in list(self.model.records.values()):
+            if record.disk is Disk.WRITING:
+                self.tree.advance_disk(self.node(record.key), Event.STORE, 5)
                 record.disk, record.nbytes = Disk.STORED, 5
         self.model.settle()
 
@@ -232,6 +242,9 @@ class TreeMachine(RuleBasedStateMachine):
             return
         keys = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
         missed = data.draw(st.sets(st.integers(0, len(keys) - 1)))
+        self.end(keys, missed, cost)
+
+    def end(self, keys, missed, cost):
         nodes = [self.node(key) for key in keys]
         self.tree.commit(nodes, 0, missed=missed, cost=cost)
         self.model.commit(keys, missed, cost)
@@ -303,16 +316,30 @@ class TreeMachine(RuleBasedStateMachine):
             self.model.disk_policy.evicted(record)
             self.model.settle()
 
-    @rule(data=st.data())
-    def lose(self, data):
-        """A stored chunk turns out to be damaged, wherever in the tree it is."""
-        records = self.model.records.values()
-        stored = sorted(r.key for r in records if r.disk is Disk.STORED)
-        if stored:
-            key = data.draw(st.sampled_from(stored))
+    @rule(data=st.data(), tier=st.sampled_from(("host", "disk")))
+    def lose(self, data, tier):
+        """A copy goes for another reason than room, wherever in the tree it is."""
+        lost = {
+            record.key
+            for record in self.model.records.values()
+            if (tier == "disk" and record.disk is Disk.STORED)
+            or (
+                tier == "host"
+                and record.host is Host.READY
+                and record.disk is not Disk.WRITING
+            )
+        }
+        if not lost:
+            return
+        key = data.draw(st.sampled_from(sorted(lost)))
+        record = self.model.records[key]
+        if tier == "host":
+            self.tree.advance_host(self.node(key), Event.REMOVE)
+            record.host = Host.NONE
+        else:
             self.tree.advance_disk(self.node(key), Event.REMOVE)
-            self.model.records[key].disk, self.model.records[key].nbytes = Disk.NONE, 0
-            self.model.settle()
+            record.disk, record.nbytes = Disk.NONE, 0
+        self.model.settle()
 
     @rule(which=st.sampled_from((0, 1)))
     def turn(self, which):
@@ -361,5 +388,5 @@ class TreeMachine(RuleBasedStateMachine):
 
 TestTreeMachine = TreeMachine.TestCase
 TestTreeMachine.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None
+    max_examples=100, stateful_step_count=50, deadline=None
 )
