@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pcr_core.errors import ConfigError
 from pcr_core.index.chunk import ChunkKey
+from pcr_core.index.ghosts import REMEMBERED_PER_CHUNK
 from pcr_core.index.look_ahead import LookAhead
 from pcr_core.index.node import HOST_NONE, Event, Node
 from pcr_core.index.policies import EvictionPolicy, LookAheadLru, Lru, Pgdsf, Rank
@@ -32,12 +33,16 @@ class ShadowCache:
 
     Attributes:
         tree: Its own tree; every copy is in the DRAM tier.
+        evictions: Chunks that made room for others so far.
+        bypassed: Chunks that were not kept because nothing could be evicted.
     """
 
     def __init__(
         self, policy: EvictionPolicy, capacity: int, *, remembered: int = 0
     ) -> None:
         self.tree = PrefixTree(policy, remembered=remembered)
+        self.evictions = 0
+        self.bypassed = 0
         self._free = capacity
 
     def request(self, keys: Sequence[ChunkKey], cost: float) -> int:
@@ -56,7 +61,8 @@ class ShadowCache:
         missed = [i for i, node in enumerate(path) if node.host is HOST_NONE]
         for index in missed:
             if not self._make_room():
-                break
+                self.bypassed += 1
+                continue
             tree.advance_host(path[index], Event.RESERVE)
             tree.advance_host(path[index], Event.FILL)
             self._free -= 1
@@ -72,6 +78,7 @@ class ShadowCache:
             return False
         self.tree.advance_host(victim, Event.EVICT)
         self._free += 1
+        self.evictions += 1
         return True
 
 
@@ -103,6 +110,7 @@ class Adaptive:
             )
         self._pgdsf = Pgdsf()
         self._shadow_pgdsf = Pgdsf()
+        remembered = REMEMBERED_PER_CHUNK * capacity
         self._policies: dict[str, EvictionPolicy] = {
             "lookahead-lru": LookAheadLru(),
             "lru": Lru(),
@@ -111,7 +119,7 @@ class Adaptive:
         self._shadows = {
             "lookahead-lru": ShadowCache(LookAheadLru(), capacity),
             "lru": ShadowCache(Lru(), capacity),
-            "pgdsf": ShadowCache(self._shadow_pgdsf, capacity, remembered=4 * capacity),
+            "pgdsf": ShadowCache(self._shadow_pgdsf, capacity, remembered=remembered),
         }
         self._look_ahead = LookAhead(self._shadows["lookahead-lru"].tree)
         self._hits = dict.fromkeys(self._shadows, 0.0)
