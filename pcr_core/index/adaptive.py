@@ -105,8 +105,8 @@ class Adaptive:
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ConfigError(
-                "eviction 'adaptive' plays its candidates on caches of the tier's size: "
-                f"pass a capacity of at least 1 chunk, not {capacity}"
+                "eviction 'adaptive' plays its candidates on caches of the tier's "
+                f"size: pass a capacity of at least 1 chunk, not {capacity}"
             )
         self._pgdsf = Pgdsf()
         self._shadow_pgdsf = Pgdsf()
