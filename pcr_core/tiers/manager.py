@@ -201,8 +201,8 @@ class TierManager:
         """
         if not 0 <= usable <= len(keys) or len(tokens) < len(keys) * self.chunk_tokens:
             raise ValueError(
-                f"{len(keys)} chunks of {self.chunk_tokens} tokens with {usable} usable do "
-                f"not fit a prompt of {len(tokens)} tokens"
+                f"{len(keys)} chunks of {self.chunk_tokens} tokens with {usable} "
+                f"usable do not fit a prompt of {len(tokens)} tokens"
             )
         self.poll()
         self.catch_up()
