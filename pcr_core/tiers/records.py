@@ -8,7 +8,7 @@ found by walking the table of children, whatever was evicted in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import lmdb
@@ -152,24 +152,24 @@ class IndexTransaction:
         else:
             self.erase(key, old)
 
-    def remove_subtree(self, head: ChunkKey) -> dict[ChunkKey, Record]:
-        """Remove a chunk and everything that follows it; return the records."""
+    def remove_subtrees(self, heads: Collection[ChunkKey]) -> dict[ChunkKey, Record]:
+        """Remove chunks and everything that follows them; return the records."""
         found: dict[ChunkKey, Record | None] = {}
-        waiting = [head]
+        waiting = list(heads)
         while waiting:
             key = waiting.pop()
             if key not in found:
                 found[key] = self.get(key)
                 waiting += self.children(key)
         for key, record in found.items():
+            self._txn.delete(key, db=self._tables.records)
+            self._txn.delete(key, db=self._tables.children)
             if record is not None:
                 self._count(record, -1)
-            if key != head:
-                self._txn.delete(key, db=self._tables.records)
-            self._txn.delete(key, db=self._tables.children)
-        first = found[head]
-        if first is not None:
-            self.erase(head, first)
+        for head in heads:
+            first = found[head]
+            if first is not None and first.parent not in found:
+                self.erase(head, first)
         return {key: record for key, record in found.items() if record is not None}
 
     def touch(self, key: ChunkKey, stamp: int) -> None:

@@ -79,8 +79,7 @@ def mend(txn: IndexTransaction, contents: Contents) -> bool:
     loose, idle = contents.flaws()
     for key in contents.unreadable:
         txn.discard(key)
-    for key in loose:
-        txn.remove_subtree(key)
+    txn.remove_subtrees(loose)
     for key, record in idle.items():
         txn.erase(key, record)
     if contents.unreadable or loose:
