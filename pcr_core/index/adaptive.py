@@ -34,12 +34,16 @@ class ShadowCache:
 
     Attributes:
         tree: Its own tree; every copy is in the DRAM tier.
+        evictions: Chunks that made room for others so far.
+        bypassed: Chunks that were not kept because nothing could be evicted.
     """
 
     def __init__(
         self, policy: EvictionPolicy, capacity: int, *, remembered: int = 0
     ) -> None:
         self.tree = PrefixTree(policy, remembered=remembered)
+        self.evictions = 0
+        self.bypassed = 0
         self._free = capacity
 
     def request(self, keys: Sequence[ChunkKey], cost: float) -> int:
@@ -58,7 +62,8 @@ class ShadowCache:
         missed = [i for i, node in enumerate(path) if node.host is HOST_NONE]
         for index in missed:
             if not self._make_room():
-                break
+                self.bypassed += 1
+                continue
             tree.advance_host(path[index], Event.RESERVE)
             tree.advance_host(path[index], Event.FILL)
             self._free -= 1
@@ -73,6 +78,7 @@ class ShadowCache:
         if victim is None:
             return False
         self.tree.advance_host(victim, Event.EVICT)
+        self.evictions += 1
         self._free += 1
         return True
 
