@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pcr_core.errors import ConfigError
 from pcr_core.index.chunk import ChunkKey
+from pcr_core.index.ghosts import REMEMBERED_PER_CHUNK
 from pcr_core.index.look_ahead import LookAhead
 from pcr_core.index.node import HOST_NONE, Event, Node
 from pcr_core.index.policies import EvictionPolicy, LookAheadLru, Lru, Pgdsf, Rank
@@ -116,6 +117,7 @@ class Adaptive:
         self._limit = (size << 32) // capacity
         self._pgdsf = Pgdsf()
         self._shadow_pgdsf = Pgdsf()
+        remembered = REMEMBERED_PER_CHUNK * size
         self._policies: dict[str, EvictionPolicy] = {
             "lookahead-lru": LookAheadLru(),
             "lru": Lru(),
@@ -124,7 +126,7 @@ class Adaptive:
         self._shadows = {
             "lookahead-lru": ShadowCache(LookAheadLru(), size),
             "lru": ShadowCache(Lru(), size),
-            "pgdsf": ShadowCache(self._shadow_pgdsf, size, remembered=4 * size),
+            "pgdsf": ShadowCache(self._shadow_pgdsf, size, remembered=remembered),
         }
         self._look_ahead = LookAhead(self._shadows["lookahead-lru"].tree)
         self._hits = dict.fromkeys(self._shadows, 0.0)
