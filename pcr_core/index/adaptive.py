@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from pcr_core.errors import ConfigError
 from pcr_core.index.chunk import ChunkKey
+from pcr_core.index.ghosts import REMEMBERED_PER_CHUNK
 from pcr_core.index.look_ahead import LookAhead
-from pcr_core.index.node import HOST_NONE, Event, Node
+from pcr_core.index.node import EVICT, FILL, HOST_NONE, RESERVE, Node
 from pcr_core.index.policies import EvictionPolicy, LookAheadLru, Lru, Pgdsf, Rank
 from pcr_core.index.prefix_tree import PrefixTree
 
@@ -64,8 +65,8 @@ class ShadowCache:
             if not self._make_room():
                 self.bypassed += 1
                 continue
-            tree.advance_host(path[index], Event.RESERVE)
-            tree.advance_host(path[index], Event.FILL)
+            tree.advance_host(path[index], RESERVE)
+            tree.advance_host(path[index], FILL)
             self._free -= 1
         tree.commit(path, 0, missed=missed, cost=cost)
         tree.unpin(path)
@@ -77,7 +78,7 @@ class ShadowCache:
         victim = self.tree.host_victim()
         if victim is None:
             return False
-        self.tree.advance_host(victim, Event.EVICT)
+        self.tree.advance_host(victim, EVICT)
         self.evictions += 1
         self._free += 1
         return True
@@ -116,6 +117,7 @@ class Adaptive:
         self._limit = (size << 32) // capacity
         self._pgdsf = Pgdsf()
         self._shadow_pgdsf = Pgdsf()
+        remembered = REMEMBERED_PER_CHUNK * size
         self._policies: dict[str, EvictionPolicy] = {
             "lookahead-lru": LookAheadLru(),
             "lru": Lru(),
@@ -124,7 +126,7 @@ class Adaptive:
         self._shadows = {
             "lookahead-lru": ShadowCache(LookAheadLru(), size),
             "lru": ShadowCache(Lru(), size),
-            "pgdsf": ShadowCache(self._shadow_pgdsf, size, remembered=4 * size),
+            "pgdsf": ShadowCache(self._shadow_pgdsf, size, remembered=remembered),
         }
         self._look_ahead = LookAhead(self._shadows["lookahead-lru"].tree)
         self._hits = dict.fromkeys(self._shadows, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from pcr_core.index.chunk import ChunkKey
+from pcr_core.index.ghosts import Ghosts
 from pcr_core.index.node import Disk, Host, Node, is_bare
 from pcr_core.index.victim_queue import VictimQueue
 
@@ -31,6 +32,26 @@ def audit_links(nodes: Mapping[ChunkKey, Node]) -> list[str]:
             problems.append(f"chunk {name}: has children {found}, counted {kept}")
         problems += [f"chunk {name}: {text}" for text in _audit_node(key, node)]
     problems += [f"chunk {node.key.hex()[:12]}: dropped parent" for node in counts]
+    return problems
+
+
+def audit_marks(
+    nodes: Iterable[Node], reserved: Mapping[ChunkKey, int], ghosts: Ghosts
+) -> list[str]:
+    """Check reservations and what is remembered of chunks that are gone.
+
+    Returns:
+        One line per broken invariant.
+    """
+    problems = []
+    for node in nodes:
+        name = node.key.hex()[:12]
+        if node.reserved != reserved.get(node.key):
+            problems.append(f"chunk {name}: reservation {node.reserved} is wrong")
+        if node.key in ghosts:
+            problems.append(f"chunk {name}: is there and remembered as gone")
+    if len(ghosts) > ghosts.capacity:
+        problems.append(f"tree: {len(ghosts)} chunks remembered, too many")
     return problems
 
 

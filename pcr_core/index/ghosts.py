@@ -14,9 +14,8 @@ Counts = tuple[int, float, int]
 """Uses, sum of costs, misses: see ``Node``."""
 
 REMEMBERED_PER_CHUNK = 8
-"""Entries that pay, per chunk of the tier: half as many cost up to a point of hit rate
-where the tier is small (12 requests), more gain nothing (measured with the simulator
-on repeating, drifting and local traffic)."""
+"""Entries that pay, per chunk of the tier. In a tier of 12 requests half as many cost
+up to a point of hit rate; more gain nothing (simulator, iid and local streams)."""
 
 
 class Ghosts:

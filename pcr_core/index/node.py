@@ -60,6 +60,10 @@ HOST_READY: Final = Host.READY
 DISK_NONE: Final = Disk.NONE
 DISK_WRITING: Final = Disk.WRITING
 DISK_STORED: Final = Disk.STORED
+EVICT: Final = Event.EVICT
+FILL: Final = Event.FILL
+FIND: Final = Event.FIND
+RESERVE: Final = Event.RESERVE
 
 HOST_TRANSITIONS: dict[tuple[Host, Event], Host] = {
     (Host.NONE, Event.RESERVE): Host.FILLING,
@@ -136,6 +140,10 @@ class Node:
         self.misses = 0
         self.cost_sum = 0.0
         self.reserved: int | None = None
+
+    def __lt__(self, other: Node) -> bool:
+        """Order by key, which decides between chunks of equal rank in a heap."""
+        return self.key < other.key
 
 
 def host_evictable(node: Node) -> bool:

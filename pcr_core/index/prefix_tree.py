@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from pcr_core.index.audit import audit_links, audit_queue
+from pcr_core.index.audit import audit_links, audit_marks, audit_queue
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.ghosts import Ghosts
 from pcr_core.index.node import (
@@ -20,6 +20,8 @@ from pcr_core.index.node import (
     DISK_STORED,
     DISK_TRANSITIONS,
     DISK_WRITING,
+    EVICT,
+    FIND,
     HOST_NONE,
     HOST_READY,
     HOST_TRANSITIONS,
@@ -154,9 +156,10 @@ class PrefixTree:
             return
         if node.parent is None:
             self._link(node, self._node(ChunkKey(parent), tenant))
-        node.last_used = max(node.last_used, stamp)
-        self._clock = max(self._clock, stamp)
-        self.advance_disk(node, Event.FIND, nbytes)
+        if stamp > node.last_used:
+            node.last_used = stamp
+            self._clock = max(self._clock, stamp)
+        self.advance_disk(node, FIND, nbytes)
 
     def add_known(self, key: ChunkKey, parent: bytes, tenant: bytes = b"") -> None:
         """Learn the parent of a chunk that has no copy, but stored descendants.
@@ -275,7 +278,7 @@ class PrefixTree:
             self._offer_host(node)
         elif new is HOST_NONE:
             self._host_queue.discard(node)
-            if event is Event.EVICT:
+            if event is EVICT:
                 self._host_policy.evicted(node)
             if parent is not None:
                 parent.host_children -= 1
@@ -312,7 +315,7 @@ class PrefixTree:
             if old is DISK_STORED:
                 self._shelves.remove(node)
                 node.disk_bytes = 0
-            if event is Event.EVICT:
+            if event is EVICT:
                 self._disk_policy.evicted(node)
             if parent is not None:
                 parent.disk_children -= 1
@@ -349,14 +352,7 @@ class PrefixTree:
         problems = audit_links(self._nodes)
         problems += audit_queue(self._host_queue, nodes, host_evictable)
         problems += self._shelves.audit(nodes)
-        for node in nodes:
-            name = node.key.hex()[:12]
-            if node.reserved != self._reserved.get(node.key):
-                problems.append(f"chunk {name}: reservation {node.reserved} is wrong")
-            if node.key in self._ghosts:
-                problems.append(f"chunk {name}: is there and remembered as gone")
-        if len(self._ghosts) > self._ghosts.capacity:
-            problems.append(f"tree: {len(self._ghosts)} chunks remembered, too many")
+        problems += audit_marks(nodes, self._reserved, self._ghosts)
         return problems
 
     # --- parts ---
@@ -365,8 +361,9 @@ class PrefixTree:
         node = self._nodes.get(key)
         if node is None:
             node = self._nodes[key] = Node(key, tenant)
-            node.reserved = self._reserved.get(key)
-            counts = self._ghosts.recall(key)
+            if self._reserved:
+                node.reserved = self._reserved.get(key)
+            counts = self._ghosts.recall(key) if self._ghosts.capacity else None
             if counts is not None:
                 node.uses, node.cost_sum, node.misses = counts
         return node

@@ -1,8 +1,8 @@
 """Finds the chunk to evict next without looking at all of them.
 
 A heap with lazy entries: an entry may be out of date and is corrected when it reaches
-the top, so that using a chunk costs nothing here and evicting one costs O(log n)
-amortised.
+the top, and new candidates are ranked when somebody asks. So using or finding a chunk
+costs next to nothing here, and evicting one O(log n) amortised.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from pcr_core.index.node import Node
-from pcr_core.index.policies import EvictionPolicy, Rank
+from pcr_core.index.policies import EvictionPolicy
 
 Entry = tuple[Any, ...]
-"""A rank, then a running number and the node. Flat, because comparing a tuple within a
-tuple costs half as much again; the number keeps nodes from being compared."""
+"""A rank, then the node. Flat, because to compare a tuple within a tuple costs half as
+much again."""
 
 _SLACK = 64
 """Out-of-date entries that are never worth a clean-up."""
@@ -34,7 +34,7 @@ class VictimQueue:
         evictable: Whether a node may be evicted at this moment.
     """
 
-    __slots__ = ("_count", "_epoch", "_evictable", "_heap", "_policy", "_queued")
+    __slots__ = ("_epoch", "_evictable", "_heap", "_offered", "_policy", "_queued")
 
     def __init__(
         self, policy: EvictionPolicy, evictable: Callable[[Node], bool]
@@ -42,26 +42,21 @@ class VictimQueue:
         self._policy = policy
         self._evictable = evictable
         self._epoch = policy.epoch
+        self._offered: set[Node] = set()  # not ranked yet
         self._heap: list[Entry] = []
         self._queued: dict[Node, Entry] = {}  # the one valid entry of each node
-        self._count = 0
 
     def __len__(self) -> int:
-        """Entries in the heap, out-of-date ones included."""
-        return len(self._heap)
+        """How much is kept, out-of-date entries included."""
+        return len(self._heap) + len(self._offered)
 
     def offer(self, node: Node) -> None:
         """Make ``node`` a candidate."""
-        rank = self._policy.rank(node)
-        queued = self._queued.get(node)
-        if queued is None:
-            heapq.heappush(self._heap, self._entry(rank, node))
-        elif rank < queued[:-2]:
-            heapq.heappush(self._heap, self._entry(rank, node))
-            self._trim()
+        self._offered.add(node)
 
     def discard(self, node: Node) -> None:
         """``node`` is no candidate any more, until it is offered again."""
+        self._offered.discard(node)
         if self._queued.pop(node, None) is not None:
             self._trim()
 
@@ -72,6 +67,8 @@ class VictimQueue:
         """
         if self._policy.epoch != self._epoch:
             self._rank_all()
+        if self._offered:
+            self._take_in()
         heap, queued = self._heap, self._queued
         while heap:
             entry = heap[0]
@@ -83,23 +80,32 @@ class VictimQueue:
                 del queued[node]
             else:
                 rank = self._policy.rank(node)
-                if rank == entry[:-2]:
+                if rank == entry[:-1]:
                     return node
-                heapq.heapreplace(heap, self._entry(rank, node))
+                entry = queued[node] = (*rank, node)
+                heapq.heapreplace(heap, entry)
         return None
 
     def misplaced(self, node: Node) -> bool:
         """True if ``peek`` could pass over an evictable ``node``: a bug."""
+        if node in self._offered:
+            return False
         queued = self._queued.get(node)
         if queued is None:
             return True
         current = self._policy.epoch == self._epoch
-        return current and bool(self._policy.rank(node) < queued[:-2])
+        return current and bool(self._policy.rank(node) < queued[:-1])
 
-    def _entry(self, rank: Rank, node: Node) -> Entry:
-        self._count += 1
-        entry = self._queued[node] = (*rank, self._count, node)
-        return entry
+    def _take_in(self) -> None:
+        queued, policy = self._queued, self._policy
+        for node in self._offered:
+            if self._evictable(node):
+                rank, old = policy.rank(node), queued.get(node)
+                if old is None or rank < old[:-1]:
+                    entry = queued[node] = (*rank, node)
+                    heapq.heappush(self._heap, entry)
+        self._offered.clear()
+        self._trim()
 
     def _trim(self) -> None:
         """Drop out-of-date entries once they are the majority: O(1) amortised."""
@@ -111,5 +117,6 @@ class VictimQueue:
     def _rank_all(self) -> None:
         self._epoch = self._policy.epoch
         rank = self._policy.rank
-        self._heap = [self._entry(rank(node), node) for node in self._queued]
+        self._queued = {node: (*rank(node), node) for node in self._queued}
+        self._heap = list(self._queued.values())
         heapq.heapify(self._heap)

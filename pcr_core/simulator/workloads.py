@@ -9,6 +9,7 @@ figures are ours.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,7 +122,9 @@ def _named(name: str) -> Recipe:
 
 
 def _key(number: int) -> ChunkKey:
-    return ChunkKey(number.to_bytes(HASH_BYTES, "big"))
+    """A digest, as all keys are: policies may sample by its first bytes."""
+    data = number.to_bytes(8, "big")
+    return ChunkKey(hashlib.blake2b(data, digest_size=HASH_BYTES).digest())
 
 
 def _lengths(recipe: Recipe, rng: np.random.Generator) -> Ints:

@@ -148,6 +148,18 @@ def test_wrong_names_and_capacities_say_what_to_do():
 # --- the queue ---
 
 
+def test_chunks_of_equal_rank_go_by_key():
+    nodes = [thing(number) for number in (3, 1, 2)]
+    for node in nodes:
+        node.last_used = 0
+    assert drain(queue_of(Lru(), *nodes)) == [nodes[1], nodes[2], nodes[0]]
+
+
+def test_a_chunk_never_offered_is_misplaced():
+    queue = queue_of(Lru(), thing(1))
+    assert queue.misplaced(thing(2))
+
+
 def test_peek_is_stable_and_corrects_late():
     old, new = thing(1), thing(2)
     queue = queue_of(Lru(), old, new)
@@ -160,6 +172,7 @@ def test_peek_is_stable_and_corrects_late():
 def test_a_rank_that_falls_needs_an_offer():
     one, two = thing(10), thing(5)
     queue = queue_of(Lru(), one, two)
+    assert queue.peek() is two
     one.last_used = 1
     assert queue.misplaced(one)
     queue.offer(one)

@@ -215,6 +215,28 @@ def test_match_counts_nothing():
     assert len(tree) == size
 
 
+def test_a_use_that_lowers_the_rank_gives_the_chunk_its_turn():
+    tree = PrefixTree(Pgdsf())
+    (a,), (b,) = fill(tree, "a"), fill(tree, "b")
+    tree.commit([a], 0, missed=[0], cost=3.0)
+    tree.commit([b], 0, missed=[0], cost=2.5)
+    assert tree.host_victim() is b
+    tree.commit([a], 0, missed=[0], cost=0.0)
+    assert tree.audit() == []
+    assert tree.host_victim() is a
+
+
+def test_a_chunk_that_never_got_a_copy_leaves_nothing_behind():
+    policy = Pgdsf()
+    tree = PrefixTree(policy, remembered=4)
+    path = tree.grow(ROOT, keys("a", "b"))
+    tree.pin(path)
+    tree.commit(path, 0, missed=[0, 1], cost=1.0)
+    assert len(policy._stamps) == 2
+    tree.unpin(path)
+    assert len(tree) == len(policy._stamps) == 0
+
+
 def drop(tree: PrefixTree, *names: str) -> None:
     path = [node for node in tree.match(keys(*names)) if node is not None]
     for node in reversed(path):

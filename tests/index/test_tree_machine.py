@@ -371,6 +371,12 @@ class TreeMachine(RuleBasedStateMachine):
             self.compare(self.tree.disk_victim(tenant), expected)
 
     @invariant()
+    def policies_keep_nothing_of_dropped_chunks(self):
+        for policy in self.policies:
+            if isinstance(policy, Pgdsf):
+                assert policy._stamps.keys() <= set(self.tree.nodes())
+
+    @invariant()
     def bytes_agree(self):
         total = dict.fromkeys(TENANTS, 0)
         for record in self.model.records.values():

@@ -38,10 +38,14 @@ def most_hits(drawn: list[str], capacity: int) -> int:
         short = max(0, len(kept) + len(missing) - capacity)
         gone = min(short, len(others))
         fits = missing[: len(missing) - (short - gone)]
-        return len(path) - len(missing) + max(
-            best(index + 1, left | frozenset(fits))
-            for victims in combinations(others, gone)
-            if is_closed(left := kept.difference(victims))
+        return (
+            len(path)
+            - len(missing)
+            + max(
+                best(index + 1, left | frozenset(fits))
+                for victims in combinations(others, gone)
+                if is_closed(left := kept.difference(victims))
+            )
         )
 
     return best(0, frozenset())

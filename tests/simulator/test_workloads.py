@@ -83,6 +83,13 @@ def test_a_chunk_has_one_place_and_one_parent(seed):
             assert before.setdefault(key, path) == path
 
 
+def test_keys_are_spread_like_digests():
+    """Adaptive eviction samples large tiers by the first bytes of the keys."""
+    keys = {key for request in generate("W1").requests for key in request.chunks}
+    low = sum(key[0] < 128 for key in keys)
+    assert low / len(keys) == pytest.approx(0.5, abs=0.02)
+
+
 def test_a_document_has_two_continuations_at_most():
     """One first document, its two partners."""
     follow: dict[bytes, set[bytes]] = {}
