@@ -38,6 +38,7 @@ from pcr_core.tiers.jobs import (  # noqa: E402
     WriteJob,
     WriteOutcome,
 )
+from pcr_core.tiers.locks import FolderLock, WriteLock  # noqa: E402
 
 FIRST_DOCUMENT = 1000
 PREFIXES, QUESTIONS = 3, 4
@@ -202,23 +203,22 @@ def open_folder(settings: dict) -> None:
 
 
 def hang(settings: dict) -> None:
-    """Take the turn at writing, or the folder's lock, and keep it."""
-    from pcr_core.tiers.locks import FolderLock, WriteLock
-
-    folder = Path(settings["folder"])
-    if settings["lock"] == "folder":
-        context = FolderLock(folder).alone()
-    else:
-        context = WriteLock(folder).turn()
-    with context:
-        Path(settings["log"]).write_text("has it")
+    """Take the turn at writing, or hold the folder while opening it, and stay there."""
+    folder, log = Path(settings["folder"]), Path(settings["log"])
+    lock = FolderLock(folder) if settings["how"] == "opening" else WriteLock(folder)
+    with lock.alone() if settings["how"] == "opening" else lock.turn():
+        child = os.getpid()
+        if settings["how"] == "turn with a child":
+            child = os.fork() or os.getpid()
+        if child != os.getpid() or settings["how"] != "turn with a child":
+            half = log.with_suffix(".half")
+            half.write_text(str(child))
+            half.rename(log)
         time.sleep(600)
 
 
 def count(settings: dict) -> None:
     """Add one to a number in a file, again and again, in turns."""
-    from pcr_core.tiers.locks import WriteLock
-
     lock = WriteLock(Path(settings["folder"]))
     number = Path(settings["log"])
     for _ in range(settings["steps"]):

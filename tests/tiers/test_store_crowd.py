@@ -1,4 +1,4 @@
-"""Several processes on one folder: killed at random, and alive all at once."""
+"""Several processes on one folder: killed at random, all at once, one at a time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,16 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from pcr_core.tiers import ChunkStore
+from pcr_core.errors import StoreError
+from pcr_core.tiers import ChunkStore, locks
 from pcr_core.tiers.chunk_file import ReadOutcome
-from pcr_core.tiers.jobs import ReadJob
+from pcr_core.tiers.jobs import ReadJob, WriteJob, WriteOutcome, finish_group
 
 SCRIPT = Path(__file__).with_name("store_crowd.py")
 FIRST_DOCUMENT, PREFIXES, QUESTIONS = 1000, 3, 4
 
 
-class Crowd:
-    """Starts, kills and awaits processes; reads what they tell."""
+class Nursery:
+    """Runs ``store_crowd.py``, which forks."""
 
     def __init__(self) -> None:
         root = SCRIPT.parents[2]
@@ -38,17 +40,7 @@ class Crowd:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
 
-    def start(self, work: str, **settings) -> int:
-        return self._ask(["start", work, settings])
-
-    def wait(self, pid: int) -> int:
-        return self._ask(["wait", pid])
-
-    def kill(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-        assert self.wait(pid) == -signal.SIGKILL
-
-    def _ask(self, order: list) -> int:
+    def ask(self, order: list) -> int:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
@@ -59,9 +51,52 @@ class Crowd:
         self._process.stdout.close()
 
 
+class Crowd:
+    """The processes of one test on its folder; what is left of them is killed."""
+
+    def __init__(self, nursery: Nursery, folder: Path, logs: Path) -> None:
+        self._nursery, self._folder, self._logs = nursery, folder, logs
+        self._alive: list[int] = []
+
+    def start(self, work: str, log: str = "log", **settings) -> int:
+        settings |= {"folder": str(self._folder), "log": str(self._logs / log)}
+        self._alive.append(self._nursery.ask(["start", work, settings]))
+        return self._alive[-1]
+
+    def wait(self, pid: int) -> int:
+        self._alive.remove(pid)
+        return self._nursery.ask(["wait", pid])
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        assert self.wait(pid) == -signal.SIGKILL
+
+    def open_folder(self) -> str:
+        assert self.wait(self.start("open_folder")) == 0
+        return (self._logs / "log").read_text()
+
+    def hang(self, how: str) -> int:
+        """Have a process take a lock and keep it."""
+        pid = self.start("hang", how=how)
+        while not (self._logs / "log").exists():
+            time.sleep(0.001)
+        return pid
+
+    def close(self) -> None:
+        for pid in list(self._alive):
+            self.kill(pid)
+
+
 @pytest.fixture(scope="module")
-def crowd() -> Iterator[Crowd]:
-    crowd = Crowd()
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def crowd(nursery, kit, tmp_path) -> Iterator[Crowd]:
+    crowd = Crowd(nursery, kit.folder, tmp_path)
     yield crowd
     crowd.close()
 
@@ -134,8 +169,6 @@ def test_killed_at_random_moments(kit, crowd, check, tmp_path, kills):
     for seed in range(kills):
         pid = crowd.start(
             "live",
-            folder=str(kit.folder),
-            log=str(log.path),
             seed=seed,
             chunks=20,
             documents=40 + 10 * seed,
@@ -158,8 +191,6 @@ def test_all_at_once(kit, crowd, check, tmp_path, processes, steps):
     log = Log(tmp_path / "log")
     documents = 30 + steps // 4
     common = {
-        "folder": str(kit.folder),
-        "log": str(log.path),
         "chunks": 24,
         "documents": documents,
     }
@@ -181,3 +212,142 @@ def test_all_at_once(kit, crowd, check, tmp_path, processes, steps):
     assert written["stored"] > 0
     assert written["no room"] > 0
     assert log.of("forgot")
+
+
+# --- one at a time ---
+
+
+@pytest.fixture
+def store(kit):
+    made = []
+
+    def make(chunks: int = 16, **settings) -> ChunkStore:
+        made.append(ChunkStore(kit.folder, chunks * kit.file_nbytes, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def job(kit):
+    def job(*path, **more) -> WriteJob:
+        tokens = kit.prompt(*path)
+        chunk = kit.chunk_id(tokens, len(path) - 1)
+        view = memoryview(kit.content(chunk.key))
+        return WriteJob(
+            kit.format, chunk, view, 1, ancestors=kit.keys_of(tokens), **more
+        )
+
+    return job
+
+
+def key(kit, *path):
+    return kit.keys_of(kit.prompt(*path))[-1]
+
+
+def test_a_process_that_hangs_in_its_turn(kit, store, job, crowd, monkeypatch):
+    monkeypatch.setattr(locks, "WAIT_SECONDS", 0.05)
+    one = store()
+    one.commit([job(1)])
+    pid = crowd.hang("turn")
+    finish_group(one, [late := job(2)])
+    assert late.outcome is WriteOutcome.FAILED
+    assert f"process {pid} does not finish" in str(late.error)
+    # Reading goes on, and so does closing; opening says whom to end.
+    assert set(one.lookup([key(kit, 1)])) == {key(kit, 1)}
+    with pytest.raises(StoreError, match=f"process {pid}"):
+        one.audit(fix=False)
+    one.close()
+    with pytest.raises(StoreError, match=f"process {pid}"):
+        store()
+    crowd.kill(pid)
+    two = store()
+    two.commit([again := job(2)])
+    assert again.outcome is WriteOutcome.STORED
+
+
+def test_a_process_that_hangs_while_it_opens(kit, store, crowd, monkeypatch):
+    store().close()
+    monkeypatch.setattr(locks, "WAIT_SECONDS", 0.05)
+    pid = crowd.hang("opening")
+    with pytest.raises(StoreError, match="is opening it does not finish"):
+        store()
+    crowd.kill(pid)
+    store()
+
+
+def test_a_process_that_dies_in_its_turn(kit, store, job, crowd):
+    """The next writer of any process removes what it left, before it adds to it."""
+    one = store(1)
+    pid = crowd.hang("turn")
+    left = kit.folder / "chunks" / f"{key(kit, 9).hex()}.{pid}.0.tmp"
+    left.write_bytes(bytes(kit.file_nbytes))
+    crowd.kill(pid)
+    one.commit([good := job(1)])
+    assert good.outcome is WriteOutcome.STORED
+    assert kit.file_bytes(kit.folder) == kit.file_nbytes
+
+
+def test_another_engine_of_this_process_that_hangs(kit, store, job, monkeypatch):
+    monkeypatch.setattr(locks, "WAIT_SECONDS", 0.05)
+    entered, go = threading.Event(), threading.Event()
+
+    class Slow(kit.FaultyFiles):
+        def fsync(self, fd):
+            entered.set()
+            assert go.wait(60)
+            super().fsync(fd)
+
+    slow, other = store(files=Slow()), store()
+    first = job(1)
+    thread = threading.Thread(target=slow.commit, args=[[first]])
+    thread.start()
+    assert entered.wait(60)
+    finish_group(other, [late := job(2)])
+    assert "another engine of this process" in str(late.error)
+    # Opening needs no turn when there is nothing to remove.
+    assert store().records() == {}
+    go.set()
+    thread.join(60)
+    assert first.outcome is WriteOutcome.STORED
+    assert other.audit(fix=False) == []
+
+
+def test_turns_exclude_each_other(kit, store, crowd, tmp_path):
+    store()
+    (tmp_path / "number").write_text("0")
+    pids = [crowd.start("count", log="number", steps=100) for _ in range(3)]
+    assert [crowd.wait(pid) for pid in pids] == [0, 0, 0]
+    assert (tmp_path / "number").read_text() == "300"
+
+
+def test_a_turn_ends_with_its_process_although_a_child_lives_on(
+    kit, store, job, crowd, tmp_path
+):
+    one = store()
+    pid = crowd.hang("turn with a child")
+    crowd.kill(pid)
+    one.commit([good := job(1)])
+    assert good.outcome is WriteOutcome.STORED
+    os.kill(int((tmp_path / "log").read_text()), signal.SIGKILL)
+
+
+# --- an index that somebody cut short ---
+
+
+def test_an_index_cut_short_is_an_error_and_not_a_signal(kit, store, job, crowd):
+    one = store(10**6)
+    for number in range(40):
+        one.commit([job(number, 1, 2), job(number, 3)])
+    one.close()
+    data = kit.folder / "index" / "data.mdb"
+    whole = data.read_bytes()
+    said = {}
+    for length in range(0, len(whole), 4096):
+        data.write_bytes(whole[:length])
+        said[length] = crowd.open_folder()
+    assert said.pop(0) == "0 chunks, 0 problems"
+    assert all("cannot be opened" in text for text in said.values())
+    assert len(said) > 10
