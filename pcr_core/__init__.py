@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pcr_core.config import EngineConfig
+    from pcr_core.documents import Document, ForgetReceipt
     from pcr_core.engine import Engine
     from pcr_core.errors import (
         CancelledError,
@@ -29,14 +30,19 @@ if TYPE_CHECKING:
         StoreError,
         UnsupportedModelError,
     )
+    from pcr_core.explain.explanation import Explanation
     from pcr_core.request import Completion, Result, SamplingParams, Timing, Usage
-    from pcr_core.stats import CacheStats, EngineStats
+    from pcr_core.stats import CacheStats, Decisions, EngineStats
 
 _HOMES = {
     "Engine": "engine",
     "EngineConfig": "config",
     "CacheStats": "stats",
+    "Document": "documents",
+    "ForgetReceipt": "documents",
+    "Decisions": "stats",
     "EngineStats": "stats",
+    "Explanation": "explain.explanation",
     **dict.fromkeys(
         ("Completion", "Result", "SamplingParams", "Timing", "Usage"), "request"
     ),
@@ -62,10 +68,14 @@ __all__ = [
     "CancelledError",
     "Completion",
     "ConfigError",
+    "Decisions",
+    "Document",
     "Engine",
     "EngineClosedError",
     "EngineConfig",
     "EngineStats",
+    "Explanation",
+    "ForgetReceipt",
     "ModelError",
     "PcrError",
     "PromptTooLongError",

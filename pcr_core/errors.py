@@ -5,6 +5,7 @@
     ├── ModelError                    the model cannot be loaded or run
     │   └── UnsupportedModelError     it keeps state that a chunk of KV cannot hold
     ├── StoreError                    the cache folder cannot be opened or audited
+    ├── TraceError (ValueError)       a recorded trace cannot be read
     ├── RequestError (ValueError)     this one request cannot be served
     │   ├── PromptTooLongError        longer than the context window
     │   ├── QueueFullError            too many requests are waiting
@@ -36,6 +37,10 @@ class UnsupportedModelError(ModelError):
 
 class StoreError(PcrError):
     """The cache folder cannot be opened, or an audit of it could not finish."""
+
+
+class TraceError(PcrError, ValueError):
+    """A recorded trace cannot be read; the message names the file and the line."""
 
 
 class RequestError(PcrError, ValueError):

@@ -7,15 +7,18 @@ calls ``step`` is the engine thread, which lets tests drive it deterministically
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from pcr_core.documents import ForgetReceipt
 from pcr_core.errors import CancelledError, ModelError, PcrError
+from pcr_core.explain.lookup import Lookup
+from pcr_core.ledger import Ledger
 from pcr_core.model.generation import Generation
 from pcr_core.model.runner import ChunkIO, Runner
 from pcr_core.request import Request
 from pcr_core.scheduler import Scheduler
-from pcr_core.tiers import Lease, TierManager
+from pcr_core.tiers import ForgetJob, Lease, TierManager
 
 _log = logging.getLogger("pcr_core.engine")
 
@@ -23,13 +26,25 @@ _log = logging.getLogger("pcr_core.engine")
 class EngineLoop:
     """Serves requests. Engine thread only.
 
+    Args:
+        runner: Runs the model.
+        tokenizer: Its tokenizer.
+        end_ids: Tokens that end a generation.
+        tiers: The tier manager.
+        record: Called with each finished request and the tokens it generated.
+
     Attributes:
         tiers: The tier manager.
         finished, cancelled, failed: Requests that ended so.
     """
 
     def __init__(
-        self, runner: Runner, tokenizer: Any, end_ids: Sequence[int], tiers: TierManager
+        self,
+        runner: Runner,
+        tokenizer: Any,
+        end_ids: Sequence[int],
+        tiers: TierManager,
+        record: Callable[[Request, int], None] = lambda request, generated: None,
     ) -> None:
         self.tiers = tiers
         self.finished = 0
@@ -38,8 +53,11 @@ class EngineLoop:
         self._runner = runner
         self._tokenizer = tokenizer
         self._end_ids = end_ids
+        self._ledger = Ledger(tiers)
+        self._record = record
         self._scheduler = Scheduler()
         self._active: Generation | None = None
+        self._seen = (-1, -1)
 
     @property
     def busy(self) -> bool:
@@ -48,7 +66,26 @@ class EngineLoop:
 
     def add(self, request: Request) -> None:
         """Enqueue a request."""
+        request.usable = self._runner.usable_chunks(len(request.tokens))
         self._scheduler.add(request)
+
+    def lookup(self, request: Request) -> Lookup:
+        """What is known about a prompt, for ``explain``. Changes nothing."""
+        request.usable = self._runner.usable_chunks(len(request.tokens))
+        return self._ledger.lookup(request)
+
+    def begin_forget(self, document: bytes) -> ForgetJob:
+        """Start forgetting a document; see ``Ledger``."""
+        return self._ledger.begin_forget(document)
+
+    def end_forget(self, document: str, job: ForgetJob) -> ForgetReceipt:
+        """Finish it, once the job has ended; see ``Ledger``."""
+        return self._ledger.end_forget(document, job, self._scheduler.waiting())
+
+    def hint(self, request: Request) -> None:
+        """Prepare for a request that may come; it is not run."""
+        request.usable = self._runner.usable_chunks(len(request.tokens))
+        self.tiers.hint(request)
 
     def step(self) -> int:
         """Prefill the next request, or decode one token of the running one.
@@ -63,9 +100,11 @@ class EngineLoop:
         gone = self._scheduler.drop_cancelled()
         for cancelled in gone:
             self._guard(cancelled, cancelled.raise_if_cancelled)
+        self._look_ahead()
         if self._active is not None:
             self._guard(self._active.request, self._decode)
             return len(gone)
+        self._ledger.catch_up(self._scheduler.waiting())
         request = self._scheduler.next()
         if request is None:
             return len(gone)
@@ -74,6 +113,9 @@ class EngineLoop:
 
     def idle(self) -> bool:
         """Use a moment without requests; returns whether another would help too."""
+        self.tiers.poll()
+        self._ledger.catch_up(())
+        self._look_ahead()
         return self.tiers.prepare()
 
     def abandon(self, error: BaseException) -> None:
@@ -85,12 +127,20 @@ class EngineLoop:
         for request in requests:
             request.completion.fail(error)
 
+    def _look_ahead(self) -> None:
+        """Protect and fetch what the queue needs, if queue or tiers have changed."""
+        seen = (self._scheduler.version, self.tiers.version)
+        if seen != self._seen:
+            self.tiers.look_ahead(self._scheduler.upcoming(self.tiers.window))
+            self._seen = seen
+
     def _start(self, request: Request) -> None:
         request.raise_if_cancelled()
+        self._ledger.note(request)
         self._active = Generation(self._runner, self._tokenizer, request, self._end_ids)
-        usable = self._runner.usable_chunks(len(request.tokens))
-        with self.tiers.lease(request.keys, request.tokens, usable) as lease:
-            lease.wait()
+        with self.tiers.lease(request.keys, request.tokens, request.usable) as lease:
+            # The queue has moved up: its next request is read for while this one runs.
+            self._look_ahead()
             self._prefill(self._active, lease)
         self._finish_if_done(self._active)
 
@@ -100,9 +150,13 @@ class EngineLoop:
             sinks=lease.sinks,
             filled=lease.filled,
             between=generation.request.raise_if_cancelled,
+            pending=lease.pending,
+            settle=lease.settle,
         )
         try:
-            generation.prefill(io, tuple(lease.tiers.items()))
+            for forward in generation.prefill(io, lease.tiers):
+                new = forward.stop - forward.start
+                self.tiers.prefill_times.observe(forward.start, new, forward.seconds)
         except ModelError:
             lease.discard()  # KV behind a failed forward or NaN logits is worthless
             raise
@@ -118,6 +172,7 @@ class EngineLoop:
             result = generation.result()
             self._close_active()
             self.finished += 1
+            self._record(generation.request, len(result.token_ids))
             generation.request.completion.finish(result)
 
     def _guard(self, request: Request, work: Any) -> None:

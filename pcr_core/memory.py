@@ -1,10 +1,11 @@
-"""Hints to the kernel about memory that will be, or is no longer, needed."""
+"""Memory of the machine: how much is left, and hints to the kernel about its use."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 _MADV_PAGEOUT = 21  # Linux 5.4
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL
@@ -55,3 +56,67 @@ def _advise(address: int, size: int, advice: int) -> bool:
     first = address // _PAGE * _PAGE
     length = ctypes.c_size_t(address + size - first)
     return madvise(ctypes.c_void_p(first), length, advice) == 0
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory this process could still take, in bytes.
+
+    The least of what the kernel says is available and what the control group (v2 or v1)
+    and those above it leave: in a container the limit, not the host, decides.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are; another one in tests.
+    """
+    found = [_meminfo(root)]
+    for group in _control_groups(root):
+        limit = _number(group / "memory.max", group / "memory.limit_in_bytes")
+        used = _number(group / "memory.current", group / "memory.usage_in_bytes")
+        if limit is not None:
+            # The page cache counts as used, but goes when memory is asked for.
+            cached = _statistic(group / "memory.stat", "inactive_file") or 0
+            found.append(max(0, limit - max(0, (used or 0) - cached)))
+    return min(found)
+
+
+def _meminfo(root: Path) -> int:
+    kilobytes = _statistic(root / "proc/meminfo", "MemAvailable:")
+    return 2**30 if kilobytes is None else kilobytes * 1024
+
+
+def _control_groups(root: Path) -> list[Path]:
+    """The memory control groups this process is in, innermost first."""
+    groups = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        inner = mount / name.lstrip("/")
+        # In a container the path may be the host's; its own root then has the limit.
+        groups += [p for p in (inner, *inner.parents) if p.is_relative_to(mount)]
+    return groups
+
+
+def _number(*paths: Path) -> int | None:
+    for path in paths:
+        try:
+            return int(path.read_text())
+        except (OSError, ValueError):
+            continue  # not there, or "max"
+    return None
+
+
+def _statistic(path: Path, name: str) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields = line.split()
+        if len(fields) > 1 and fields[0] == name:
+            return int(fields[1])
+    return None

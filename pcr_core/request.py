@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from pcr_core.documents import DocumentSpan
 from pcr_core.errors import CancelledError, RequestError
 from pcr_core.index.chunk import ChunkKey
 
@@ -323,6 +324,9 @@ class Request:
         keys: Chunk keys of every full chunk of the prompt, root first.
         params: Sampling parameters.
         completion: Where text, result and errors go.
+        spans: Where documents stand in the prompt.
+        heads: Digest of each of them -> key of the first chunk that has any of it.
+        usable: How many leading chunks may be read rather than computed.
         submitted: ``time.perf_counter()`` at submit.
         owner: The engine, kept alive until the request is over.
     """
@@ -331,6 +335,9 @@ class Request:
     keys: Sequence[ChunkKey]
     params: SamplingParams
     completion: Completion = field(default_factory=Completion)
+    spans: Sequence[DocumentSpan] = ()
+    heads: Mapping[bytes, ChunkKey] = field(default_factory=dict)
+    usable: int = 0
     submitted: float = field(default_factory=time.perf_counter)
     owner: object = None
 

@@ -10,6 +10,7 @@ local embedder, pays that price; nothing here can undo it.)
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -20,16 +21,21 @@ import torch
 
 from pcr_core.config import EngineConfig
 from pcr_core.errors import EngineClosedError, QueueFullError
-from pcr_core.index.chunk import ChunkLayout, Namespace
+from pcr_core.index.chunk import ChunkLayout, Namespace, tenant_digest
 from pcr_core.loop import EngineLoop
+from pcr_core.memory import available_bytes
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.runner import Runner
 from pcr_core.model.sampling import end_token_ids
 from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request
-from pcr_core.tiers import TierManager
+from pcr_core.tiers import WRITE_POLICIES, TierManager, TierSettings, stop_policy
+from pcr_core.trace import TraceWriter
 
 T = TypeVar("T")
+_LOOK_AROUND = 2.0
+"""Seconds after which an idle engine looks at what other processes have forgotten."""
+
 Call = tuple[Callable[[], Any], "Future[Any]"]
 
 
@@ -46,6 +52,7 @@ class Door:
         self._requests: list[Request] = []
         self._calls: list[Call] = []
         self._waiting = 0
+        self._woken = False
         self._closed: BaseException | None = None
 
     def put(self, request: Request) -> None:
@@ -70,13 +77,30 @@ class Door:
             self._changed.notify()
         return future
 
-    def take(self, *, block: bool) -> tuple[list[Request], list[Call], bool]:
-        """Everything that came in, and whether the door has been closed."""
+    def wake(self) -> None:
+        """Have the engine thread look around: there is something to poll."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
+    def take(
+        self, *, block: bool, timeout: float | None = None
+    ) -> tuple[list[Request], list[Call], bool]:
+        """Everything that came in, and whether the door has been closed.
+
+        Args:
+            block: Wait until something comes in or ``wake`` is called.
+            timeout: For so many seconds at most.
+        """
         with self._changed:
             if block:
                 self._changed.wait_for(
-                    lambda: self._requests or self._calls or self._closed
+                    lambda: (
+                        self._requests or self._calls or self._closed or self._woken
+                    ),
+                    timeout,
                 )
+            self._woken = False
             requests, self._requests = self._requests, []
             calls, self._calls = self._calls, []
             return requests, calls, self._closed is not None
@@ -114,9 +138,20 @@ class Parts:
 
 
 def build(
-    config: EngineConfig, model: Any, tokenizer: Any, lifetimes: ExitStack
+    config: EngineConfig,
+    model: Any,
+    tokenizer: Any,
+    lifetimes: ExitStack,
+    on_progress: Callable[[], None],
 ) -> Parts:
     """Load the model, open the tiers; ``lifetimes`` undoes all of it.
+
+    Args:
+        config: See ``Engine``.
+        model: See ``Engine``.
+        tokenizer: See ``Engine``.
+        lifetimes: Undoes everything.
+        on_progress: Called on other threads when there is I/O to take in.
 
     Raises:
         ConfigError, ModelError, StoreError: See ``Engine``.
@@ -134,16 +169,66 @@ def build(
     tiers = TierManager.open(
         layout,
         namespace,
-        dram_bytes=config.dram_bytes,
+        tier_settings(config, runner.cuts.step),
+        dram_bytes=dram_budget(config),
         cache_dir=config.cache_path / "kv",
         ssd_bytes=config.ssd_bytes,
         pin_memory=loaded.device.type == "cuda",
+        on_progress=on_progress,
     )
     lifetimes.callback(tiers.close)
     lifetimes.callback(runner.close)
     ends = end_token_ids(loaded.model, loaded.tokenizer)
-    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers)
+    record = recorder(config, layout, lifetimes)
+    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record)
     return Parts(loaded, runner, namespace, loop)
+
+
+def tier_settings(config: EngineConfig, longest_forward: int | None) -> TierSettings:
+    """What the tiers need to know of the configuration and of the model."""
+    window = config.lookahead_window
+    return TierSettings(
+        eviction=config.eviction,
+        window=None if window == "auto" else window,
+        stop=stop_policy(config.prefetch, config.prefetch_timeout),
+        write_policy=WRITE_POLICIES[config.write_policy](),
+        tenant=tenant_digest(config.namespace),
+        quota_bytes=config.namespace_bytes,
+        longest_forward=longest_forward,
+    )
+
+
+def recorder(
+    config: EngineConfig, layout: ChunkLayout, lifetimes: ExitStack
+) -> Callable[[Request, int], None]:
+    """What is to be done with each finished request: nothing, or a line in a trace.
+
+    Raises:
+        ConfigError: If the trace cannot be written.
+    """
+    if config.trace is None:
+        return lambda request, generated: None
+    writer = TraceWriter(
+        config.trace.expanduser(),
+        chunk_tokens=layout.chunk_tokens,
+        chunk_bytes=layout.nbytes,
+        clock=time.perf_counter,
+    )
+    lifetimes.callback(writer.close)
+    return lambda request, generated: writer.record(
+        request.submitted, len(request.tokens), generated, request.keys
+    )
+
+
+def dram_budget(config: EngineConfig) -> int:
+    """The DRAM budget in bytes: as set, or a quarter of the memory that is left.
+
+    What is left respects the limit of the control group, so that a container's limit
+    and not its host's memory decides. Between 64 MiB and 4 GiB.
+    """
+    if config.dram_bytes != "auto":
+        return config.dram_bytes
+    return max(64 * 2**20, min(4 * 2**30, available_bytes() // 4))
 
 
 def start(config: EngineConfig, model: Any, tokenizer: Any, door: Door) -> Service:
@@ -181,7 +266,7 @@ def _serve(
     """Body of the engine thread."""
     with ExitStack() as lifetimes:
         try:
-            parts = build(config, model, tokenizer, lifetimes)
+            parts = build(config, model, tokenizer, lifetimes, door.wake)
         except BaseException as error:
             lifetimes.close()
             ready.set_exception(error)
@@ -218,7 +303,7 @@ def _take_in(door: Door, loop: EngineLoop) -> bool:
     request, and with it an engine that everybody else has forgotten.
     """
     block = not loop.busy and not loop.idle()
-    requests, calls, closed = door.take(block=block)
+    requests, calls, closed = door.take(block=block, timeout=_LOOK_AROUND)
     for request in requests:
         loop.add(request)
     for function, future in calls:

@@ -7,8 +7,10 @@ list in the paper notes (hits in tokens, not in requests).
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from pcr_core.table import as_html, as_text
 
 
 @dataclass(slots=True)
@@ -27,14 +29,22 @@ class StoreCounters:
         dram_evictions, ssd_evictions: Chunks evicted from that tier.
         bypassed_inserts: Chunks computed but not kept, because every DRAM slot was
             pinned or being written.
+        recomputed: Chunks computed although they were on SSD: that was faster.
         read, read_bytes: Chunks and bytes read from SSD and found good.
+        prefetch_issued: Chunks whose read was started before their request ran.
+        prefetch_used: Those that a request then found in DRAM. Counted as SSD hits.
+        prefetch_late: Those whose request came first, and waited for them.
+        prefetch_wasted: Those evicted again before anybody used them.
+        prefetch_cancelled: Those whose read was taken back in time.
         written, written_bytes: Chunks and bytes made durable on SSD.
         write_drops: Chunks not written to SSD: the queue was full or, everything
             stored being more recently used, there was no room.
         write_errors: Chunk writes that failed (disk full, read-only, folder removed).
         read_errors: Chunk reads that the system refused (EIO, permissions).
+        read_timeouts: Chunk reads that did not end in time; the chunk was computed.
         corrupt: Chunk files that were truncated or altered; each was removed.
         missing: Indexed chunks whose file was gone; each record was removed.
+        forgotten: Chunks removed from either tier because a document was forgotten.
     """
 
     requests: int = 0
@@ -51,15 +61,23 @@ class StoreCounters:
     dram_evictions: int = 0
     ssd_evictions: int = 0
     bypassed_inserts: int = 0
+    recomputed: int = 0
     read: int = 0
     read_bytes: int = 0
+    prefetch_issued: int = 0
+    prefetch_used: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
+    prefetch_cancelled: int = 0
     written: int = 0
     written_bytes: int = 0
     write_drops: int = 0
     write_errors: int = 0
     read_errors: int = 0
+    read_timeouts: int = 0
     corrupt: int = 0
     missing: int = 0
+    forgotten: int = 0
 
     def snapshot(self) -> CacheStats:
         """Return an immutable copy that later requests do not change."""
@@ -87,15 +105,23 @@ class CacheStats:
     dram_evictions: int
     ssd_evictions: int
     bypassed_inserts: int
+    recomputed: int
     read: int
     read_bytes: int
+    prefetch_issued: int
+    prefetch_used: int
+    prefetch_late: int
+    prefetch_wasted: int
+    prefetch_cancelled: int
     written: int
     written_bytes: int
     write_drops: int
     write_errors: int
     read_errors: int
+    read_timeouts: int
     corrupt: int
     missing: int
+    forgotten: int
 
     @property
     def hit_tokens(self) -> int:
@@ -109,16 +135,17 @@ class CacheStats:
         return self.hit_tokens / total if total else 0.0
 
     def __str__(self) -> str:
-        return _as_text(self.rows())
+        return as_text(self.rows())
 
     def _repr_html_(self) -> str:
-        return _as_html(self.rows())
+        return as_html(self.rows())
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line of the table."""
         trouble = {
             "write errors": self.write_errors,
             "read errors": self.read_errors,
+            "read timeouts": self.read_timeouts,
             "corrupt": self.corrupt,
             "missing": self.missing,
         }
@@ -142,6 +169,12 @@ class CacheStats:
                 + f", {self.ssd_evictions} evicted, {self.written} written, "
                 f"{self.write_drops} not written",
             ),
+            (
+                "prefetch",
+                f"{self.prefetch_issued} chunks read ahead: {self.prefetch_used} used, "
+                f"{self.prefetch_late} late, {self.prefetch_wasted} wasted, "
+                f"{self.prefetch_cancelled} cancelled",
+            ),
             ("storage trouble", found or "none"),
         ]
 
@@ -152,6 +185,58 @@ def _level(chunks: int, used: int, budget: int) -> str:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What steers the tiers at this moment. Immutable; any thread.
+
+    Attributes:
+        eviction: The policy in charge of DRAM.
+        hit_rates: With ``adaptive``: share of chunks that each fixed policy would have
+            hit lately, from 0 to 1. Empty otherwise.
+        lookahead_window: Waiting requests that are looked at.
+        read_bandwidth: Bytes per second from SSD, measured; 0.0 before the first read.
+        prefill_rate: Tokens per second of an uncached prompt of ``RATED`` tokens,
+            measured; 0.0 before the first prefill.
+        crossover_tokens: Depth in a prompt from which on reading a chunk from SSD beats
+            computing it: 0.0 always, ``inf`` never, ``None`` while unknown.
+    """
+
+    RATED: ClassVar[int] = 1024
+
+    eviction: str
+    hit_rates: dict[str, float]
+    lookahead_window: int
+    read_bandwidth: float
+    prefill_rate: float
+    crossover_tokens: float | None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each line of the table."""
+        rates = ", ".join(f"{name} {rate:.0%}" for name, rate in self.hit_rates.items())
+        return [
+            (
+                "eviction",
+                f"{self.eviction}, looks {self.lookahead_window} requests ahead"
+                + (f" (would hit: {rates})" if rates else ""),
+            ),
+            (
+                "load or compute",
+                f"{_mib(int(self.read_bandwidth))}/s from SSD, "
+                f"{self.prefill_rate:.0f} tokens/s computed: {self._crossover()}",
+            ),
+        ]
+
+    def _crossover(self) -> str:
+        at = self.crossover_tokens
+        if at is None:
+            return "not measured yet"
+        if at == 0:
+            return "loading is always faster"
+        if at == float("inf"):
+            return "computing is always faster"
+        return f"loading is faster from token {at:.0f} on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +254,7 @@ class EngineStats:
         namespace: Short name of the KV namespace.
         finished, cancelled, failed: Requests that ended so.
         working_bytes: KV memory of running requests, beside the DRAM tier.
+        decisions: What steers the tiers now.
         cache: Counters of the tiers.
     """
 
@@ -184,13 +270,14 @@ class EngineStats:
     cancelled: int
     failed: int
     working_bytes: int
+    decisions: Decisions
     cache: CacheStats
 
     def __str__(self) -> str:
-        return _as_text(self.rows())
+        return as_text(self.rows())
 
     def _repr_html_(self) -> str:
-        return _as_html(self.rows())
+        return as_html(self.rows())
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line of the table."""
@@ -205,19 +292,6 @@ class EngineStats:
                 "finished",
                 f"{self.finished} ({self.cancelled} cancelled, {self.failed} failed)",
             ),
+            *self.decisions.rows(),
             *self.cache.rows(),
         ]
-
-
-def _as_text(rows: list[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-def _as_html(rows: list[tuple[str, str]]) -> str:
-    cells = "".join(
-        f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
-        f"<td>{html.escape(value)}</td></tr>"
-        for name, value in rows
-    )
-    return f"<table>{cells}</table>"

@@ -45,7 +45,13 @@ class PcrFields(BaseModel):
     threads: int | None = None
     max_queue: int | None = None
     eviction: str | None = None
+    lookahead_window: int | str | None = None
+    prefetch: str | None = None
+    prefetch_timeout: float | None = None
+    write_policy: str | None = None
     namespace: str | None = None
+    namespace_bytes: int | str | None = None
+    trace: str | Path | None = None
 
     max_tokens: int | None = Field(default=None, validation_alias=_MAX_TOKENS_NAMES)
     min_tokens: int | None = None

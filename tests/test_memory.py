@@ -59,3 +59,73 @@ def test_page_out_drops_clean_file_pages_and_keeps_contents(tmp_path: Path) -> N
 
 def test_a_refused_hint_says_so() -> None:
     assert memory.populate(mmap.PAGESIZE, SIZE) is False  # nothing is mapped there
+
+
+# --- how much is left ---
+
+
+def machine(root: Path, *, available: int, groups: str, files: dict[str, str]) -> Path:
+    """A file system root with just the files that say how much memory there is."""
+    everything = {
+        "proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {available // 1024} kB\n",
+        "proc/self/cgroup": groups,
+        **files,
+    }
+    for name, text in everything.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+GIB = 2**30
+
+
+def test_without_a_limit_it_is_what_the_kernel_says(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/memory.max": "max\n"}
+    root = machine(tmp_path, available=5 * GIB, groups="0::/\n", files=files)
+    assert memory.available_bytes(root) == 5 * GIB
+
+
+@pytest.mark.parametrize("where", ["", "service/", "service/job/"])
+def test_a_limit_of_any_group_above_counts(tmp_path: Path, where: str) -> None:
+    files = {
+        f"sys/fs/cgroup/{where}memory.max": f"{3 * GIB}\n",
+        f"sys/fs/cgroup/{where}memory.current": f"{2 * GIB}\n",
+        f"sys/fs/cgroup/{where}memory.stat": f"anon 1\ninactive_file {GIB // 2}\n",
+    }
+    root = machine(tmp_path, available=9 * GIB, groups="0::/service/job\n", files=files)
+    assert memory.available_bytes(root) == 3 * GIB - 2 * GIB + GIB // 2
+
+
+def test_limits_of_version_1(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory/jobs/memory.limit_in_bytes": f"{2 * GIB}\n",
+        "sys/fs/cgroup/memory/jobs/memory.usage_in_bytes": f"{GIB}\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    groups = "9:name=systemd:/\n4:memory:/jobs\n3:cpuset:/\n0::/\n"
+    root = machine(tmp_path, available=9 * GIB, groups=groups, files=files)
+    assert memory.available_bytes(root) == GIB
+
+
+def test_a_container_that_sees_the_hosts_path_finds_its_own_limit(
+    tmp_path: Path,
+) -> None:
+    files = {"sys/fs/cgroup/memory.max": f"{GIB}\n"}
+    groups = "0::/kubepods/pod1/abc\n"
+    root = machine(tmp_path, available=9 * GIB, groups=groups, files=files)
+    assert memory.available_bytes(root) == GIB
+
+
+def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory.max": f"{GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{2 * GIB}\n",
+    }
+    root = machine(tmp_path, available=9 * GIB, groups="0::/\n", files=files)
+    assert memory.available_bytes(root) == 0
+
+
+def test_this_machine_has_some() -> None:
+    assert memory.available_bytes() > 2**20

@@ -14,10 +14,14 @@ NAMES = {
     "CancelledError",
     "Completion",
     "ConfigError",
+    "Decisions",
+    "Document",
     "Engine",
     "EngineClosedError",
     "EngineConfig",
     "EngineStats",
+    "Explanation",
+    "ForgetReceipt",
     "ModelError",
     "PcrError",
     "PromptTooLongError",
@@ -78,6 +82,7 @@ def test_settings_and_errors_load_nothing_heavy() -> None:
         "import pcr_core\n"
         "from pcr_core import EngineConfig, SamplingParams, Completion, Result, Usage\n"
         "from pcr_core import PcrError, ConfigError, CacheStats, EngineStats\n"
+        "from pcr_core import Document, Explanation\n"
         "EngineConfig(dram_bytes='1GiB'); SamplingParams(max_tokens=3)"
     )
     assert _loaded_by(code) == set()

@@ -60,6 +60,11 @@ class Namespace:
         return self.root.hex()[:16]
 
 
+def tenant_digest(namespace: str) -> bytes:
+    """16 bytes that stand for a tenant; the empty namespace is ``b""``."""
+    return _digest(b"tenant", namespace.encode())[:16] if namespace else b""
+
+
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Token ids as little-endian 32-bit integers."""
     packed = array("I", tokens)

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from pcr_core.model.runner import ChunkIO, Row, Runner
+from pcr_core.model.runner import ChunkIO, Forward, Row, Runner
 from pcr_core.model.sampling import Sampler
 from pcr_core.model.text import TextStream
 from pcr_core.request import FinishReason, Request, Result, Timing, Usage
@@ -42,21 +42,26 @@ class Generation:
         """Whether the last token has been generated."""
         return self._finish is not None
 
-    def prefill(self, io: ChunkIO, tiers: Sequence[tuple[int, str]]) -> None:
+    def prefill(self, io: ChunkIO, tiers: Mapping[int, str]) -> Sequence[Forward]:
         """Run the prompt and generate the first token.
 
         Args:
             io: Stored chunks and sinks.
-            tiers: Tier of each stored chunk, by chunk index.
+            tiers: Tier of each of ``io.sources``, by chunk index; may grow with them.
+
+        Returns:
+            The forwards, for who measures them.
         """
-        self._loaded = time.perf_counter()
+        began = time.perf_counter()
         prefilled = self._runner.prefill(self._row, self.request.tokens, io)
+        self._loaded = began + prefilled.waited  # as if all waiting had come first
         cached: dict[str, int] = {}
-        for index, tier in tiers:
+        for index, tier in tiers.items():
             cached[tier] = cached.get(tier, 0) + prefilled.reused(index)
         self._usage = Usage(len(self.request.tokens), 0, cached)
         self._accept(prefilled.logits)
         self._first = time.perf_counter()
+        return prefilled.forwards
 
     def step(self) -> None:
         """Generate one more token."""

@@ -2,13 +2,13 @@
 
 A chunk's KV depends on the tokens before it, not on whether their KV was stored, so a
 missing chunk in the middle costs its own forward and the later ones are still used.
+The cut is made one forward at a time, because reads end while the forwards run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Container
 from dataclasses import dataclass
-from itertools import pairwise
 
 ROW_UNIT = 16
 """Forwards start, and rows are padded, at multiples of this."""
@@ -76,59 +76,59 @@ def usable_chunks(tokens: int, chunk_tokens: int, cuts: Cuts) -> int:
     return (tokens - 1) // chunk_tokens
 
 
-def plan_prefill(
-    tokens: int, chunk_tokens: int, stored: Collection[int], cuts: Cuts
-) -> list[Segment]:
-    """Segments, in order, that leave KV for all ``tokens`` tokens and run the last one.
+def front_chunk(position: int, chunk_tokens: int, sources: Container[int]) -> int:
+    """The chunk at which computation would go on from ``position``.
 
     Args:
+        position: Tokens whose KV is in place.
+        chunk_tokens: Tokens per chunk.
+        sources: Indices of chunks that can be loaded.
+
+    Returns:
+        The first chunk that is not complete and cannot be loaded; it may lie behind
+        the end of the prompt.
+    """
+    index = position // chunk_tokens
+    if position % chunk_tokens == 0:  # a chunk that was begun is computed to its end
+        while index in sources:
+            index += 1
+    return index
+
+
+def next_segment(
+    position: int,
+    tokens: int,
+    chunk_tokens: int,
+    sources: Container[int],
+    pending: Container[int],
+    cuts: Cuts,
+) -> Segment:
+    """The next forward of a prefill whose first ``position`` tokens are in place.
+
+    It loads the chunks that can be loaded from there on, computes up to the next chunk
+    that is stored or may still turn out to be, and so leaves that chunk to a later
+    call. Asking again after each forward until ``stop`` is ``tokens`` leaves KV for
+    all of them, the last one computed.
+
+    Args:
+        position: Tokens whose KV is in place, less than ``tokens``.
         tokens: Prompt length.
         chunk_tokens: Tokens per chunk.
-        stored: Indices of chunks that can be loaded, all below ``usable_chunks``.
+        sources: Indices of chunks that can be loaded, all below ``usable_chunks``.
+        pending: Indices of chunks whose reads are under way, ``front_chunk`` not
+            among them.
         cuts: Where forwards may start and how long they may be.
     """
+    front = front_chunk(position, chunk_tokens, sources)
+    loads = range(position // chunk_tokens, front)
     last = (tokens - 1) // cuts.align * cuts.align
-    segments: list[Segment] = []
-    loads: list[int] = []
-    for start, stop in _ranges(tokens, chunk_tokens, stored, last):
-        first = start // chunk_tokens
-        loads += [i for i in _between(segments, first, chunk_tokens) if i in stored]
-        if start % chunk_tokens and first in stored:
-            loads.append(first)
-        for a, b in _steps(start, stop, cuts.step):
-            stores = range(-(-a // chunk_tokens), b // chunk_tokens)
-            segments.append(Segment(tuple(loads), a, b, tuple(stores)))
-            loads = []
-    return segments
-
-
-def _ranges(
-    tokens: int, chunk_tokens: int, stored: Collection[int], last: int
-) -> list[tuple[int, int]]:
-    """Maximal token ranges that must be computed."""
-    ranges: list[tuple[int, int]] = []
-    for start in range(0, tokens, chunk_tokens):
-        stop = min(start + chunk_tokens, tokens)
-        if start // chunk_tokens in stored:
-            start = max(start, last)
-        if start >= stop or (start // chunk_tokens in stored and stop < tokens):
-            continue
-        if ranges and ranges[-1][1] == start:
-            ranges[-1] = (ranges[-1][0], stop)
-        else:
-            ranges.append((start, stop))
-    return ranges
-
-
-def _between(segments: list[Segment], first: int, chunk_tokens: int) -> range:
-    """Chunks after the last computed range and before chunk ``first``."""
-    done = -(-segments[-1].stop // chunk_tokens) if segments else 0
-    return range(done, first)
-
-
-def _steps(start: int, stop: int, step: int | None) -> list[tuple[int, int]]:
-    """Cut a range where the grid says."""
-    if step is None:
-        return [(start, stop)]
-    edges = [start, *range((start // step + 1) * step, stop, step), stop]
-    return list(pairwise(edges))
+    start = min(front * chunk_tokens, last) if loads else position
+    stop = tokens
+    if cuts.step is not None:
+        stop = min(stop, (start // cuts.step + 1) * cuts.step)
+    for index in range(start // chunk_tokens + 1, -(-stop // chunk_tokens)):
+        if index in sources or index in pending:
+            stop = index * chunk_tokens
+            break
+    stores = range(-(-start // chunk_tokens), stop // chunk_tokens)
+    return Segment(tuple(loads), start, stop, tuple(stores))

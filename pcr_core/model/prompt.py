@@ -1,4 +1,4 @@
-"""A prompt in any of its three forms -> token ids.
+"""A prompt in any of its three forms -> token ids, and where they are in its text.
 
 Chat templates differ in what they accept. What a template refuses is adapted and what
 is adapted is documented here: a system role is folded into the first user turn, and
@@ -9,14 +9,42 @@ so it is tokenised without special tokens: exactly one BOS in every case.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from pcr_core.documents import CharSpan
 from pcr_core.errors import RequestError
+from pcr_core.model.offsets import aligned_offsets, decoded_offsets
 from pcr_core.request import Message, Prompt
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt's tokens and their places in its text.
+
+    Attributes:
+        tokens: Token ids, the same as ``encode_prompt`` gives.
+        text: The rendered text; for a prompt of token ids, what they decode to.
+        offsets: The characters of ``text`` that each token stands for.
+    """
+
+    tokens: list[int]
+    text: str
+    offsets: list[CharSpan]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """Text to tokenise, and whether the tokenizer adds its special tokens."""
+
+    text: str
+    special: bool
 
 
 def encode_prompt(
-    tokenizer: Any, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: Any, prompt: Prompt, tools: Tools | None = None
 ) -> list[int]:
     """Token ids of a text, of token ids (checked), or of chat messages.
 
@@ -29,37 +57,71 @@ def encode_prompt(
         RequestError: For an empty prompt, another type, an id outside the vocabulary,
             or messages the template cannot render.
     """
+    source = _render(tokenizer, prompt, tools)
+    if isinstance(source, _Rendered):
+        source = list(_tokenise(tokenizer, source)["input_ids"])
+    return _not_empty(source)
+
+
+def encode_with_offsets(
+    tokenizer: Any, prompt: Prompt, tools: Tools | None = None
+) -> EncodedPrompt:
+    """Encode a prompt, and say where its tokens are in its text.
+
+    A fast tokenizer knows. For others, and for token ids, the tokens are decoded: that
+    is slower, and less sharp where the decoded text differs from the prompt, by a rule
+    that is safe for finding documents (see ``model.offsets``).
+
+    Arguments and errors are those of ``encode_prompt``.
+    """
+    source = _render(tokenizer, prompt, tools)
+    if not isinstance(source, _Rendered):
+        return EncodedPrompt(source, *decoded_offsets(tokenizer, _not_empty(source)))
+    if getattr(tokenizer, "is_fast", False):
+        found = _tokenise(tokenizer, source, return_offsets_mapping=True)
+        offsets = [(int(start), int(stop)) for start, stop in found["offset_mapping"]]
+        return EncodedPrompt(_not_empty(list(found["input_ids"])), source.text, offsets)
+    ids = _not_empty(list(_tokenise(tokenizer, source)["input_ids"]))
+    offsets = aligned_offsets(source.text, *decoded_offsets(tokenizer, ids))
+    return EncodedPrompt(ids, source.text, offsets)
+
+
+def _render(
+    tokenizer: Any, prompt: Prompt, tools: Tools | None
+) -> _Rendered | list[int]:
+    """Text to tokenise, or the token ids that the prompt already is."""
     if isinstance(prompt, str):
-        ids = _encode_text(tokenizer, prompt)
-    elif isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
+        return _as_rendered(tokenizer, prompt)
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
         raise RequestError(
             "a prompt is a string, a list of token ids or a list of chat messages, not "
             f"{type(prompt).__name__}"
         )
-    elif prompt and all(isinstance(part, Mapping) for part in prompt):
-        ids = _encode_chat(tokenizer, [dict(m) for m in prompt], tools)  # type: ignore[arg-type]
-    else:
-        ids = _checked_ids(tokenizer, prompt)
-    if not ids:
-        raise RequestError("the prompt is empty; give at least one token of text")
-    return ids
+    if prompt and all(isinstance(part, Mapping) for part in prompt):
+        return _render_messages(tokenizer, [dict(m) for m in prompt], tools)  # type: ignore[arg-type]
+    return _checked_ids(tokenizer, prompt)
 
 
-def _encode_text(tokenizer: Any, text: str) -> list[int]:
+def _as_rendered(tokenizer: Any, text: str) -> _Rendered:
     bos = tokenizer.bos_token
     has_bos = bool(bos) and text.startswith(bos)
-    return _tokenise(tokenizer, text, special=not has_bos)
+    return _Rendered(text, special=not has_bos)
 
 
-def _tokenise(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+def _tokenise(tokenizer: Any, source: _Rendered, **options: bool) -> Any:
     try:
-        ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+        return tokenizer(source.text, add_special_tokens=source.special, **options)
     except (TypeError, UnicodeError) as error:
         raise RequestError(
             f"the tokenizer cannot read the text ({error}); it may contain half of a "
             "surrogate pair"
         ) from error
-    return list(ids)
+
+
+def _not_empty(ids: list[int]) -> list[int]:
+    if not ids:
+        raise RequestError("the prompt is empty; give at least one token of text")
+    return ids
 
 
 def _checked_ids(tokenizer: Any, prompt: Sequence[Any]) -> list[int]:
@@ -82,19 +144,16 @@ def _checked_ids(tokenizer: Any, prompt: Sequence[Any]) -> list[int]:
     return ids
 
 
-def _encode_chat(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-) -> list[int]:
+def _render_messages(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: Tools | None
+) -> _Rendered:
     for message in messages:
         if not isinstance(message.get("role"), str):
             raise RequestError(f"a chat message needs a 'role': {message!r:.200}")
         message["content"] = _text_content(message.get("content"))
     if not tokenizer.chat_template:
-        return _encode_text(tokenizer, plain_chat(messages))
-    text = render_chat(tokenizer, messages, tools)
-    return _tokenise(tokenizer, text, special=False)
+        return _as_rendered(tokenizer, plain_chat(messages))
+    return _Rendered(render_chat(tokenizer, messages, tools), special=False)
 
 
 def _text_content(content: Any) -> str:
@@ -126,7 +185,7 @@ def plain_chat(messages: Sequence[Message]) -> str:
 def render_chat(
     tokenizer: Any,
     messages: list[dict[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Tools | None = None,
 ) -> str:
     """Render with the tokenizer's template, adapting what it refuses.
 

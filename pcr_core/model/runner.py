@@ -6,7 +6,8 @@ Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,26 +23,61 @@ from pcr_core.model.layerwise_cache import (
     in_runs,
 )
 from pcr_core.model.loading import LoadedModel
-from pcr_core.model.prefill_plan import Cuts, Segment, plan_prefill, usable_chunks
+from pcr_core.model.prefill_plan import (
+    Cuts,
+    Segment,
+    front_chunk,
+    next_segment,
+    usable_chunks,
+)
 
 _READY_BYTES = 48 * 2**20
+
+
+def _nothing_pending(index: int) -> None:
+    raise ValueError(f"chunk {index} is pending, but nobody said how to settle it")
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkIO:
     """The chunks of one prefill, by index within the prompt.
 
+    The callbacks may change the three collections, all of which are looked at again
+    before each forward: a pending chunk may become a source, a sink, or neither, and
+    it may do so at any time; a source stays one. A chunk that is in none of them is
+    computed and not kept.
+
     Attributes:
         sources: Complete chunks to read.
         sinks: Chunks to fill where they are computed whole.
         filled: Called with the index of each sink once its bytes are complete.
         between: Called before each forward; may raise to stop the prefill.
+        pending: Chunks whose reads are under way; nothing past one is computed.
+        settle: Called with the index of a pending chunk when all before it is in
+            place; when it returns, the chunk is pending no more. May raise to stop
+            the prefill.
     """
 
     sources: Mapping[int, ChunkTensors]
     sinks: Mapping[int, ChunkTensors]
     filled: Callable[[int], None]
     between: Callable[[], None]
+    pending: Collection[int] = ()
+    settle: Callable[[int], None] = _nothing_pending
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One forward of a prefill.
+
+    Attributes:
+        start, stop: Range of tokens it computed; ``start`` tokens were in place.
+        seconds: How long it took, copies in and out included, waits for reads not.
+    """
+
+    start: int
+    stop: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +86,20 @@ class Prefilled:
 
     Attributes:
         logits: Of the last token, ``[1, vocabulary]``.
-        computed: Token ranges that went through the model.
+        forwards: What went through the model, in order.
+        waited: Seconds spent settling pending chunks.
         chunk_tokens: Tokens per chunk.
     """
 
     logits: torch.Tensor
-    computed: tuple[tuple[int, int], ...]
+    forwards: tuple[Forward, ...]
+    waited: float
     chunk_tokens: int
+
+    @property
+    def computed(self) -> tuple[tuple[int, int], ...]:
+        """Token ranges that went through the model."""
+        return tuple((forward.start, forward.stop) for forward in self.forwards)
 
     def reused(self, index: int) -> int:
         """Tokens of chunk ``index`` that did not go through the model."""
@@ -133,13 +176,18 @@ class Runner:
         Raises:
             ModelError: If the forward pass fails.
         """
-        segments = plan_prefill(len(tokens), self._chunk_tokens, io.sources, self.cuts)
-        logits = torch.empty(0)
-        for segment in segments:
+        total, chunk, position, waited = len(tokens), self._chunk_tokens, 0, 0.0
+        logits, forwards = torch.empty(0), list[Forward]()
+        while position < total:
             io.between()
-            logits = self._run_segment(row, tokens, segment, io)
-        computed = tuple((segment.start, segment.stop) for segment in segments)
-        return Prefilled(logits, computed, self._chunk_tokens)
+            waited += self._settle(position, io)
+            segment = next_segment(
+                position, total, chunk, io.sources, io.pending, self.cuts
+            )
+            logits, seconds = self._run_segment(row, tokens, segment, io)
+            forwards.append(Forward(segment.start, segment.stop, seconds))
+            position = segment.stop
+        return Prefilled(logits, tuple(forwards), waited, chunk)
 
     def decode(self, row: Row, token: int) -> torch.Tensor:
         """Append one token; returns its logits ``[1, vocabulary]``."""
@@ -148,9 +196,22 @@ class Runner:
         row.cache.end(1)
         return logits
 
+    def _settle(self, position: int, io: ChunkIO) -> float:
+        """Have the reads settled that the next forward depends on; returns seconds."""
+        began = time.perf_counter()
+        while (
+            index := front_chunk(position, self._chunk_tokens, io.sources)
+        ) in io.pending:
+            io.settle(index)
+            if index in io.pending:
+                raise RuntimeError(f"settle({index}) left the chunk pending")
+        return time.perf_counter() - began
+
     def _run_segment(
         self, row: Row, tokens: Sequence[int], segment: Segment, io: ChunkIO
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, float]:
+        """Run one forward; returns the last token's logits and the seconds it took."""
+        began = time.perf_counter()
         stores = [index for index in segment.stores if index in io.sinks]
         row.cache.begin(
             segment.start,
@@ -162,9 +223,10 @@ class Runner:
         row.cache.end(len(part))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the sinks' copies are asynchronous
+        seconds = time.perf_counter() - began
         for index in stores:
             io.filled(index)
-        return logits
+        return logits, seconds
 
     def forward_range(
         self, row: Row, tokens: Sequence[int], start: int

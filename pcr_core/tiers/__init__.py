@@ -2,19 +2,33 @@
 
 from pcr_core.tiers.audit import CheckReport
 from pcr_core.tiers.chunk_store import ChunkStore
+from pcr_core.tiers.forgetting import Removed
 from pcr_core.tiers.host_pool import HostPool, Slot
 from pcr_core.tiers.io_pool import InlineIo, IoPool
+from pcr_core.tiers.jobs import ForgetJob
 from pcr_core.tiers.lease import Lease
 from pcr_core.tiers.manager import ChunkState, TierManager
+from pcr_core.tiers.no_store import NoStore
+from pcr_core.tiers.settings import TierSettings
+from pcr_core.tiers.stop_policy import StopPolicy, stop_policy
+from pcr_core.tiers.write_policy import WRITE_POLICIES, WritePolicy
 
 __all__ = [
+    "WRITE_POLICIES",
     "CheckReport",
     "ChunkState",
     "ChunkStore",
+    "ForgetJob",
     "HostPool",
     "InlineIo",
     "IoPool",
     "Lease",
+    "NoStore",
+    "Removed",
     "Slot",
+    "StopPolicy",
     "TierManager",
+    "TierSettings",
+    "WritePolicy",
+    "stop_policy",
 ]

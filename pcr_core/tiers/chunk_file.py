@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import struct
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
 ALIGNMENT = 4096
 """The data section starts on a page, so that direct I/O and mmap stay possible."""
+
+
+_LONGEST_HEADER = 64 * 2**20
 
 
 class ReadOutcome(enum.Enum):
@@ -83,6 +87,20 @@ class ChunkFormat:
     def file_nbytes(self) -> int:
         """Size of every chunk file of this layout, in bytes."""
         return self.header_nbytes + self.layout.nbytes
+
+    def chunk(
+        self, keys: Sequence[ChunkKey], tokens: Sequence[int], index: int
+    ) -> ChunkId:
+        """Identity of chunk ``index`` of a prompt.
+
+        Args:
+            keys: Keys of its chunks, root first.
+            tokens: The whole prompt.
+            index: Which chunk.
+        """
+        size = self.layout.chunk_tokens
+        parent = keys[index - 1] if index else self.namespace.root
+        return ChunkId(keys[index], parent, tokens[index * size : (index + 1) * size])
 
     def checksums(self, data: Buffer) -> list[bytes]:
         """xxh3-128 of each layer's run, keys and values together."""
@@ -230,6 +248,22 @@ def read_chunk(
     if header != fmt.header(chunk, fmt.checksums(into)):
         return ReadOutcome.CORRUPT
     return ReadOutcome.OK
+
+
+def stored_tokens(path: Path) -> list[int]:
+    """Token ids that a chunk file's header names; unverified, for people to read.
+
+    Returns:
+        Nothing if the file is gone or damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, _LONGEST_HEADER)))
+        packed = bytes.fromhex(header["__metadata__"]["tokens_u32le"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return list(struct.unpack(f"<{len(packed) // 4}I", packed))
 
 
 def _read_all(files: Files, fd: int, buffers: list[memoryview]) -> int:

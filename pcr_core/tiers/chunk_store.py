@@ -14,7 +14,12 @@ from pathlib import Path
 
 from pcr_core.errors import StoreError
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.chunk_file import ReadOutcome, chunk_path, read_chunk
+from pcr_core.tiers.chunk_file import (
+    ReadOutcome,
+    chunk_path,
+    read_chunk,
+    stored_tokens,
+)
 from pcr_core.tiers.chunk_index import ChunkIndex, Record
 from pcr_core.tiers.commit_group import CommitGroup
 from pcr_core.tiers.files import Files
@@ -114,6 +119,10 @@ class ChunkStore:
         if self._lost:
             return {}
         return self._index.lookup(keys)
+
+    def tokens_of(self, key: ChunkKey) -> list[int]:
+        """Token ids of a stored chunk, from its file's header; empty if unreadable."""
+        return stored_tokens(chunk_path(self._folder, key))
 
     def epoch(self) -> int:
         """How many times something was forgotten in this folder, by any process.

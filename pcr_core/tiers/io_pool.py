@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pcr_core.tiers.jobs import (
     Backend,
@@ -39,6 +39,13 @@ class InlineIo:
         finish(self._backend, job)
         self._done.append(job)
 
+    def hurry(self, job: ReadJob) -> None:
+        """Do nothing: it has ended."""
+
+    def cancel(self, job: ReadJob) -> bool:
+        """Return False: it has ended."""
+        return False
+
     def write(self, job: WriterJob) -> None:
         """Write now, as a group of one."""
         finish_group(self._backend, [job])
@@ -50,8 +57,9 @@ class InlineIo:
         self._done.clear()
         return jobs
 
-    def wait(self, jobs: Iterable[Job]) -> None:
-        """Return at once: they have ended."""
+    def wait(self, jobs: Iterable[Job], timeout: float | None = None) -> bool:
+        """Return True: they have ended."""
+        return True
 
     def flush(self, timeout: float | None = None) -> bool:
         """Return True: nothing waits."""
@@ -75,6 +83,8 @@ class IoPool:
         max_write_bytes: Bytes of DRAM that may wait for the writer.
         max_writes: Writes that may wait for it.
         group: Most jobs the writer takes at once; they share one index commit.
+        on_progress: Called on a worker's thread after jobs have ended, so that an
+            engine thread without other work knows that there is something to poll.
     """
 
     def __init__(
@@ -85,15 +95,18 @@ class IoPool:
         max_write_bytes: int = 512 * 2**20,
         max_writes: int = 1024,
         group: int = 16,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._backend = backend
+        self._on_progress = on_progress
         self._max_write_bytes = max_write_bytes
         self._max_writes = max_writes
         self._group = group
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._progress = threading.Condition(self._lock)
-        self._reads: deque[ReadJob] = deque()
+        self._urgent: deque[ReadJob] = deque()
+        self._ahead: deque[ReadJob] = deque()
         self._writes: deque[WriterJob] = deque()
         self._waiting_writes = 0
         self._waiting_bytes = 0
@@ -114,13 +127,30 @@ class IoPool:
             thread.start()
 
     def read(self, job: ReadJob) -> None:
-        """Queue a read. Jobs start in the order they came."""
+        """Queue a read; urgent ones first, otherwise in the order they came."""
         with self._lock:
             if self._closing or self._reader_error is not None:
                 self._end([job], self._reader_error or _closed())
                 return
-            self._reads.append(job)
+            (self._urgent if job.urgent else self._ahead).append(job)
             self._work.notify_all()
+
+    def hurry(self, job: ReadJob) -> None:
+        """Make a queued read urgent; no matter if it runs or has ended."""
+        with self._lock:
+            job.urgent = True
+            if job in self._ahead:
+                self._ahead.remove(job)
+                self._urgent.append(job)
+
+    def cancel(self, job: ReadJob) -> bool:
+        """Take back a read that has not started; see ``Io``."""
+        with self._lock:
+            for queue in (self._urgent, self._ahead):
+                if job in queue:
+                    queue.remove(job)
+                    return True
+        return False
 
     def write(self, job: WriterJob) -> None:
         """Queue a job of the writer, dropping waiting writes if the queue is full."""
@@ -142,16 +172,18 @@ class IoPool:
             self._done.clear()
         return jobs
 
-    def wait(self, jobs: Iterable[Job]) -> None:
-        """Block until these jobs have ended."""
+    def wait(self, jobs: Iterable[Job], timeout: float | None = None) -> bool:
+        """Block until these jobs have ended, or for ``timeout`` seconds."""
         wanted = set(jobs)
         with self._lock:
-            self._progress.wait_for(
+            return self._progress.wait_for(
                 lambda: (
                     wanted.isdisjoint(self._running)
-                    and wanted.isdisjoint(self._reads)
+                    and wanted.isdisjoint(self._urgent)
+                    and wanted.isdisjoint(self._ahead)
                     and wanted.isdisjoint(self._writes)
-                )
+                ),
+                timeout,
             )
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -175,9 +207,8 @@ class IoPool:
             for job in self._writes:
                 if isinstance(job, WriteJob):
                     job.outcome = WriteOutcome.DROPPED
-            self._end(self._reads, _closed())
+            self._end_reads(_closed())
             self._end(self._writes, _closed())
-            self._reads.clear()
             self._writes.clear()
             self._waiting_writes = self._waiting_bytes = 0
             self._work.notify_all()
@@ -221,14 +252,24 @@ class IoPool:
         self._done.extend(ended)
         self._progress.notify_all()
 
+    def _end_reads(self, error: BaseException) -> None:
+        """Fail every read that has not started. Lock held."""
+        for queue in (self._urgent, self._ahead):
+            self._end(queue, error)
+            queue.clear()
+
     def _run_reader(self) -> None:
         while True:
             with self._lock:
-                self._work.wait_for(lambda: self._reads or self._closing)
-                if not self._reads:
+                self._work.wait_for(
+                    lambda: self._urgent or self._ahead or self._closing
+                )
+                queue = self._urgent or self._ahead
+                if not queue:
                     return
-                job = self._reads.popleft()
+                job = queue.popleft()
                 self._running.add(job)
+                job.parallel = sum(isinstance(one, ReadJob) for one in self._running)
             try:
                 finish(self._backend, job)
             except BaseException as error:
@@ -236,6 +277,7 @@ class IoPool:
                 return
             with self._lock:
                 self._end([job])
+            self._on_progress()
 
     def _run_writer(self) -> None:
         while True:
@@ -251,6 +293,7 @@ class IoPool:
                 return
             with self._lock:
                 self._end(jobs)
+            self._on_progress()
 
     def _take_group(self) -> list[WriterJob]:
         jobs: list[WriterJob] = []
@@ -268,8 +311,7 @@ class IoPool:
             self._end([job], error)
             if self._live_readers == 0:
                 self._reader_error = error
-                self._end(self._reads, error)
-                self._reads.clear()
+                self._end_reads(error)
 
     def _writer_died(self, jobs: Sequence[WriterJob], error: BaseException) -> None:
         _log.critical("the writer died; nothing is stored any more", exc_info=error)

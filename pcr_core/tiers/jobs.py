@@ -7,6 +7,7 @@ forgotten there.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,13 +28,22 @@ class WriteOutcome(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class ReadJob:
-    """Fill ``view`` with a chunk's bytes. The view is lent until the job is done."""
+    """Fill ``view`` with a chunk's bytes. The view is lent until the job is done.
+
+    Attributes:
+        urgent: A request waits for it; goes before reads that are made ahead.
+        seconds: How long the read took, set with the outcome.
+        parallel: Reads that ran when it started, itself included.
+    """
 
     format: ChunkFormat
     chunk: ChunkId
     view: memoryview
+    urgent: bool = True
     outcome: ReadOutcome | None = None
     error: BaseException | None = None
+    seconds: float = 0.0
+    parallel: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +172,18 @@ class Io(Protocol):
     """How the tier manager gets I/O done. All methods: engine thread."""
 
     def read(self, job: ReadJob) -> None:
-        """Queue a read."""
+        """Queue a read; urgent ones first, otherwise in the order they came."""
+
+    def hurry(self, job: ReadJob) -> None:
+        """Make a queued read urgent; a request waits for it now."""
+
+    def cancel(self, job: ReadJob) -> bool:
+        """Take back a read that has not started.
+
+        Returns:
+            True if it was taken back: its view is free and ``poll`` will not return
+            it. False if it runs or has ended.
+        """
 
     def write(self, job: WriterJob) -> None:
         """Queue work for the writer."""
@@ -170,8 +191,12 @@ class Io(Protocol):
     def poll(self) -> list[Job]:
         """Return the jobs that ended since the last call, oldest first."""
 
-    def wait(self, jobs: Iterable[Job]) -> None:
-        """Block until these jobs have ended; ``poll`` still returns them."""
+    def wait(self, jobs: Iterable[Job], timeout: float | None = None) -> bool:
+        """Block until these jobs have ended; ``poll`` still returns them.
+
+        Returns:
+            False if ``timeout`` seconds passed first.
+        """
 
     def flush(self, timeout: float | None = None) -> bool:
         """Block until the writer has nothing left to do; False at the timeout."""
@@ -186,10 +211,12 @@ class Io(Protocol):
 
 def finish(backend: Backend, job: ReadJob) -> None:
     """Run one read; whatever it raises becomes the job's outcome."""
+    started = time.perf_counter()
     try:
         backend.read(job)
     except Exception as error:
         job.error, job.outcome = error, ReadOutcome.FAILED
+    job.seconds = time.perf_counter() - started
 
 
 def finish_group(backend: Backend, jobs: Sequence[WriterJob]) -> None:

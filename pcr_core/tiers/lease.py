@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
-from pcr_core.index.prefix_tree import Node
+from pcr_core.index.chunk import ChunkKey
+from pcr_core.index.node import Node
 from pcr_core.tiers.chunk_file import ChunkId
 from pcr_core.tiers.host_pool import Slot
-from pcr_core.tiers.jobs import ReadJob
+from pcr_core.tiers.read_in import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,8 @@ class PathChunk:
 class LeaseOwner(Protocol):
     """What a lease asks of the tier manager."""
 
-    def finish_reads(self, lease: Lease) -> None:
-        """Wait for the lease's reads and hand their slots over."""
+    def settle(self, lease: Lease, index: int) -> None:
+        """Decide what becomes of a chunk whose read is under way."""
 
     def release(self, lease: Lease) -> None:
         """End the lease: publish, unpin, write back."""
@@ -34,19 +35,26 @@ class LeaseOwner(Protocol):
 class Lease:
     """Slots to read and slots to fill for one prompt. Engine thread only.
 
-    Use it as a context manager, call ``wait()`` before reading, and ``filled(i)`` for
-    each sink that was filled. However the block is left, filled sinks are published,
-    the others are freed, and the whole path counts as used once.
+    Use it as a context manager, call ``settle(i)`` when chunk ``i`` of ``pending`` is
+    needed, and ``filled(i)`` for each sink that was filled. However the block is left,
+    filled sinks are published, the others are freed, and the whole path counts as used
+    once.
 
     Attributes:
         path: Every full chunk of the prompt, root first.
+        keys: Their keys.
         prompt_tokens: Length of the prompt.
-        reads: Reads under way, by chunk index.
+        readings: Reads under way that this lease waits for, by chunk index.
         done: Indices of the sinks that are filled.
+        waited: Seconds spent in ``settle``.
     """
 
     def __init__(
-        self, owner: LeaseOwner, path: Sequence[PathChunk], prompt_tokens: int
+        self,
+        owner: LeaseOwner,
+        path: Sequence[PathChunk],
+        keys: Sequence[ChunkKey],
+        prompt_tokens: int,
     ) -> None:
         self._owner = owner
         self._sources: dict[int, Slot] = {}
@@ -54,40 +62,48 @@ class Lease:
         self._tiers: dict[int, str] = {}
         self._open = True
         self.path = path
+        self.keys = keys
         self.prompt_tokens = prompt_tokens
-        self.reads: dict[int, ReadJob] = {}
+        self.readings: dict[int, Reading] = {}
         self.done: set[int] = set()
+        self.waited = 0.0
 
     @property
     def sources(self) -> Mapping[int, Slot]:
-        """Chunk index -> slot to read, valid until exit.
-
-        Before ``wait()`` only what is in DRAM; afterwards also what was read from SSD
-        and verified.
-        """
+        """Chunk index -> slot to read, valid until exit. Grows as reads end."""
         return MappingProxyType(self._sources)
 
     @property
     def sinks(self) -> Mapping[int, Slot]:
-        """Chunk index -> slot to fill. A chunk in neither map is computed, not kept."""
+        """Chunk index -> slot to fill. Grows as reads fail or are given up.
+
+        A chunk in neither map, and not pending, is computed and not kept.
+        """
         return MappingProxyType(self._sinks)
+
+    @property
+    def pending(self) -> Collection[int]:
+        """Indices of the chunks whose reads are under way; a live view."""
+        return self.readings.keys()
 
     @property
     def tiers(self) -> Mapping[int, str]:
         """Chunk index -> ``"dram"`` or ``"ssd"``, for each of ``sources``."""
         return MappingProxyType(self._tiers)
 
-    def wait(self) -> None:
-        """Block until this lease's SSD reads have ended.
+    def settle(self, index: int) -> None:
+        """Have it decided what becomes of a pending chunk; may block.
 
-        A chunk that could not be read becomes a hole: its slot moves to ``sinks``.
+        Afterwards the chunk is a source, or a sink (it is to be computed), or neither
+        (computed and not kept). Others may have changed as well.
         """
-        if not self.reads:
-            return
-        self._owner.finish_reads(self)
-        # Reads end in any order; whoever walks the path wants it root first.
-        for slots in (self._sources, self._sinks, self._tiers):
-            _sort(slots)
+        if index in self.readings:
+            self._owner.settle(self, index)
+
+    def wait(self) -> None:
+        """Settle everything that is pending."""
+        while self.readings:
+            self.settle(min(self.readings))
 
     def filled(self, index: int) -> None:
         """Say that every byte of sink ``index`` is written.
@@ -103,13 +119,25 @@ class Lease:
         """Forget what was filled: the bytes turned out to be worthless."""
         self.done.clear()
 
+    # --- what the tier manager tells ---
+
+    def arrived(self, index: int, slot: Slot) -> None:
+        """A read has ended well."""
+        del self.readings[index]
+        self.add_source(index, slot, "ssd")
+
+    def failed(self, index: int, slot: Slot) -> None:
+        """A read has failed or was taken back: the chunk is to be computed."""
+        del self.readings[index]
+        self.add_sink(index, slot)
+
     def add_source(self, index: int, slot: Slot, tier: str) -> None:
-        """Lend a complete chunk (tier manager only)."""
+        """Lend a complete chunk."""
         self._sources[index] = slot
         self._tiers[index] = tier
 
     def add_sink(self, index: int, slot: Slot) -> None:
-        """Lend a slot to fill (tier manager only)."""
+        """Lend a slot to fill."""
         self._sinks[index] = slot
 
     def close(self) -> None:
@@ -128,10 +156,3 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _sort(slots: dict[int, Any]) -> None:
-    """Put a mapping in index order without replacing it: callers hold views of it."""
-    ordered = sorted(slots.items())
-    slots.clear()
-    slots.update(ordered)

@@ -1,46 +1,48 @@
 """The tier manager: the only code that moves chunks between DRAM and SSD.
 
-Engine thread only. Storage trouble shows as holes and counters, never as an exception
-in the caller. The paper's decisions on edge cases are in PCR (arXiv 2603.23049) and in
+It owns the states and puts the parts together: ``DramTier`` (slots), ``ReadIn`` (SSD to
+DRAM), ``Prefetcher`` (the same, ahead of time), ``Loading`` (what a request reads and
+what it computes), ``WriteBack`` (DRAM to SSD). Engine thread only, where nothing else
+is said. Storage trouble shows as holes and counters, never as an exception in the
+caller. The edge cases are those of PCR (arXiv 2603.23049) and of
 ``docs/storage-format.md``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pcr_core.errors import ConfigError
-from pcr_core.index.chunk import ChunkKey, ChunkLayout, Namespace
-from pcr_core.index.eviction import EvictionPolicy, Lru
-from pcr_core.index.prefix_tree import Disk, Event, Host, Node, PrefixTree
-from pcr_core.stats import CacheStats, StoreCounters
+from pcr_core.cost import PrefillTimes
+from pcr_core.index.chunk import ChunkKey, ChunkLayout, Namespace, chunk_keys
+from pcr_core.index.look_ahead import window_size
+from pcr_core.index.node import Disk, Event, Host, Node
+from pcr_core.stats import CacheStats, Decisions, StoreCounters
+from pcr_core.tiers.assembly import Shared, assemble
 from pcr_core.tiers.audit import CheckReport, audit_memory
-from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId, ReadOutcome
+from pcr_core.tiers.chunk_file import ChunkFormat
 from pcr_core.tiers.chunk_store import ChunkStore
-from pcr_core.tiers.host_pool import HostPool, Slot
-from pcr_core.tiers.io_pool import IoPool
-from pcr_core.tiers.jobs import Io, ReadJob
+from pcr_core.tiers.eviction_log import EvictionLog
+from pcr_core.tiers.forgetting import Removed
+from pcr_core.tiers.host_pool import HostPool
+from pcr_core.tiers.io_pool import InlineIo, IoPool
+from pcr_core.tiers.jobs import ForgetJob, Io, ReadJob
 from pcr_core.tiers.lease import Lease, PathChunk
-from pcr_core.tiers.write_back import TroubleLog, WriteBack
+from pcr_core.tiers.no_store import NoStore, Store
+from pcr_core.tiers.prefetch import Hints, Wanted
+from pcr_core.tiers.settings import TierSettings
 
 _SMALL_QUEUE_BYTES = 64 * 2**20
 _POPULATE_AHEAD = 64 * 2**20
+_IN_FLIGHT = 256 * 2**20
+"""Bytes of reads made ahead at a time: enough for the time of a long prefill, during
+which nothing new is started."""
+_REMEMBERED = 65_536
+"""Chunks whose use counts are remembered after they have left every tier."""
 
 ChunkState = Literal["none", "dram", "ssd"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """Where the bytes of a read go, and who waits for them."""
-
-    node: Node
-    slot: Slot
-    index: int
-    lease: Lease | None
 
 
 class TierManager:
@@ -50,11 +52,18 @@ class TierManager:
         layout: Shape of a chunk.
         namespace: Whose chunks these are.
         pool: The DRAM tier.
-        store: The SSD tier, or ``None`` to do without.
-        io: Runs reads and writes on ``store``; ``None`` exactly when ``store`` is.
-        policy: Ranks chunks for eviction in both tiers.
+        store: The SSD tier; ``NoStore`` to do without.
+        io: Runs reads and writes on ``store``.
+        settings: Policies.
         stats: Counters to add to.
         clock: Nanoseconds, for recency that outlives the process.
+
+    Attributes:
+        stats: The counters.
+        prefill_times: How long computing takes; whoever computes tells it.
+        departures: Why chunks are gone.
+        chunk_tokens: Tokens per chunk.
+        version: Changes whenever chunks may have come or gone.
 
     Raises:
         ConfigError: If the SSD budget holds no chunk.
@@ -65,74 +74,116 @@ class TierManager:
         layout: ChunkLayout,
         namespace: Namespace,
         pool: HostPool,
-        store: ChunkStore | None,
-        io: Io | None,
+        store: Store,
+        io: Io,
+        settings: TierSettings | None = None,
         *,
-        policy: EvictionPolicy | None = None,
         stats: StoreCounters | None = None,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
+        settings = settings or TierSettings()
         self.stats = stats or StoreCounters()
-        self._format = ChunkFormat(layout, namespace)
+        self.prefill_times = PrefillTimes()
+        self.departures = EvictionLog()
+        self.version = 0
+        self.chunk_tokens = layout.chunk_tokens
+        self._namespace = namespace
         self._root = namespace.root
-        self._tokens = layout.chunk_tokens
+        self._settings = settings
         self._pool = pool
         self._store = store
         self._io = io
         self._clock = clock
-        self._tree = PrefixTree(policy or Lru())
-        self._slots: dict[ChunkKey, Slot] = {}
-        self._reads: dict[ReadJob, _Read] = {}
         self._leases: set[Lease] = set()
-        self._trouble = TroubleLog()
-        self._writes: WriteBack | None = None
+        self._hints = Hints()
         self._closed = False
-        if store is not None and io is not None:
-            self._check_budget(store.budget_bytes)
-            self._writes = WriteBack(self._tree, store, io, self.stats, self._trouble)
-            self._writes.resync()
+        self._mean_chunks = 0.0
+        parts = assemble(
+            ChunkFormat(layout, namespace),
+            pool,
+            store,
+            io,
+            settings,
+            Shared(self.stats, self.departures, self.prefill_times, self.poll),
+        )
+        self._format = parts.format
+        self._tree = parts.tree
+        self._adaptive = parts.adaptive
+        self._dram = parts.dram
+        self._writes = parts.writes
+        self._reads = parts.reads
+        self._loading = parts.loading
+        self._prefetcher = parts.prefetcher
+        self._forgetting = parts.forgetting
+        self._writes.resync()
 
     @classmethod
     def open(
         cls,
         layout: ChunkLayout,
         namespace: Namespace,
+        settings: TierSettings | None = None,
         *,
         dram_bytes: int,
         cache_dir: Path,
         ssd_bytes: int,
         pin_memory: bool = False,
-        policy: EvictionPolicy | None = None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> TierManager:
         """Build both tiers with their threads; ``ssd_bytes=0`` leaves the SSD out.
 
         At most half of DRAM, or 64 MiB if that is more, may be waiting to be written,
         so that a slow disk cannot keep new chunks out.
 
+        Args:
+            layout: As for the class.
+            namespace: As for the class.
+            settings: As for the class.
+            dram_bytes: Hard budget of the DRAM tier.
+            cache_dir: Folder of the store.
+            ssd_bytes: Hard budget of the SSD tier.
+            pin_memory: Page-lock the DRAM tier.
+            on_progress: Called on other threads when there is something to ``poll``.
+
         Raises:
             ConfigError: If a budget holds no chunk or the folder cannot be used.
             StoreError: If the folder is another version's or its index is broken.
         """
+        settings = settings or TierSettings()
         pool = HostPool(layout, dram_bytes, pin_memory=pin_memory)
         if ssd_bytes == 0:
-            return cls(layout, namespace, pool, None, None, policy=policy)
-        store = ChunkStore(cache_dir, ssd_bytes)
-        io = IoPool(store, max_write_bytes=max(pool.nbytes // 2, _SMALL_QUEUE_BYTES))
+            nothing = NoStore()
+            return cls(layout, namespace, pool, nothing, InlineIo(nothing), settings)
+        store = ChunkStore(
+            cache_dir,
+            ssd_bytes,
+            tenant=settings.tenant,
+            quota_bytes=settings.quota_bytes,
+        )
+        io = IoPool(
+            store,
+            max_write_bytes=max(pool.nbytes // 2, _SMALL_QUEUE_BYTES),
+            on_progress=on_progress,
+        )
         try:
-            return cls(layout, namespace, pool, store, io, policy=policy)
+            return cls(layout, namespace, pool, store, io, settings)
         except BaseException:
             io.close()
             store.close()
             raise
 
+    # --- requests ---
+
+    def keys_of(self, tokens: Sequence[int]) -> list[ChunkKey]:
+        """Keys of every full chunk of a prompt."""
+        return chunk_keys(self._namespace, tokens, self.chunk_tokens)
+
     def match(self, keys: Sequence[ChunkKey]) -> list[ChunkState]:
         """Say where each chunk could be read from now. Pure: nothing is re-ranked."""
-        nodes = self._tree.match(keys)
-        states = [_state(node) for node in nodes]
-        if self._writes is not None:
-            unknown = {key: i for i, key in enumerate(keys) if states[i] == "none"}
-            for key in self._writes.find(unknown):
-                states[unknown[key]] = "ssd"
+        states = [_state(node) for node in self._tree.match(keys)]
+        unknown = {key: i for i, key in enumerate(keys) if states[i] == "none"}
+        for key in self._writes.find(unknown):
+            states[unknown[key]] = "ssd"
         return states
 
     def lease(
@@ -148,23 +199,125 @@ class TierManager:
         Raises:
             ValueError: If the arguments do not fit each other.
         """
-        if not 0 <= usable <= len(keys) or len(tokens) < len(keys) * self._tokens:
+        if not 0 <= usable <= len(keys) or len(tokens) < len(keys) * self.chunk_tokens:
             raise ValueError(
-                f"{len(keys)} chunks of {self._tokens} tokens with {usable} usable do "
-                f"not fit a prompt of {len(tokens)} tokens"
+                f"{len(keys)} chunks of {self.chunk_tokens} tokens with {usable} "
+                f"usable do not fit a prompt of {len(tokens)} tokens"
             )
         self.poll()
-        nodes = self._tree.grow(self._root, keys)
+        self.catch_up()
+        self._note_size(len(keys))
+        self.departures.cause = f"request {self.stats.requests + len(self._leases) + 1}"
+        nodes = self._tree.grow(self._root, keys, self._settings.tenant)
         self._tree.pin(nodes)
-        lease = Lease(self, self._path(nodes, tokens), len(tokens))
+        path = [
+            PathChunk(self._format.chunk(keys, tokens, index), node)
+            for index, node in enumerate(nodes)
+        ]
+        lease = Lease(self, path, keys, len(tokens))
         self._leases.add(lease)
         try:
-            self._adopt(nodes)
-            self._lend(lease, usable)
+            self._writes.adopt(keys)
+            self._loading.lend(lease, usable)
         except BaseException:
             lease.close()
             raise
         return lease
+
+    def settle(self, lease: Lease, index: int) -> None:
+        """Decide what becomes of a chunk being read; see ``Lease.settle``."""
+        self._loading.settle(lease, index)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease; see ``Lease``."""
+        self._leases.discard(lease)
+        self._loading.leave(lease)
+        self.poll()
+        nodes = [chunk.node for chunk in lease.path]
+        for index in lease.sinks:
+            if index in lease.done:
+                self._tree.advance_host(nodes[index], Event.FILL)
+            else:
+                self._dram.free(nodes[index], Event.RELEASE)
+        self._count(lease)
+        self._commit(lease, nodes)
+        self._tree.unpin(nodes)
+        if not self._closed:
+            kept = [c for c in lease.path if not self._forgetting.is_doomed(c.node)]
+            self._writes.used([c.node for c in kept], [c.id for c in kept])
+        self._forgetting.sweep()
+        self.version += 1
+
+    # --- the queue ---
+
+    @property
+    def window(self) -> int:
+        """How many waiting requests are looked at: set, or derived from the budget."""
+        if self._settings.window is not None:
+            return self._settings.window
+        return window_size(self._pool.capacity, self._mean_chunks)
+
+    def look_ahead(self, queue: Sequence[Wanted]) -> None:
+        """Protect and fetch what waiting requests need, and what was hinted at.
+
+        Args:
+            queue: The next ``window`` requests, nearest first.
+        """
+        window = [*queue, *self._hints]
+        if self._adaptive is not None:
+            self._adaptive.look_ahead([want.keys[: want.usable] for want in window])
+        self._prefetcher.update(window if self._settings.stop.ahead else [])
+
+    def hint(self, wanted: Wanted) -> None:
+        """Fetch, and protect for a while, a prompt that may be asked soon."""
+        self._hints.add(wanted)
+        self.version += 1
+
+    # --- documents ---
+
+    def register(self, heads: Mapping[bytes, ChunkKey]) -> None:
+        """Remember where documents begin; see ``Forgetting.register``."""
+        self._forgetting.register(heads)
+
+    def begin_forget(self, document: bytes) -> ForgetJob:
+        """Have everything that contains or follows a document removed from the store.
+
+        Memory follows with ``catch_up`` once the job has ended.
+
+        Args:
+            document: Its digest.
+        """
+        return self._forgetting.begin(document)
+
+    def wait_for(self, job: ForgetJob) -> None:
+        """Block until a job has ended. Any thread."""
+        self._io.wait([job])
+
+    def end_forget(self, job: ForgetJob) -> Removed:
+        """Drop from memory what a finished job has removed from the store."""
+        self.poll()
+        self.version += 1
+        return self._forgetting.finish(job)
+
+    def catch_up(self) -> Removed | None:
+        """Drop what any process has had forgotten since the last call, if anything."""
+        removed = self._forgetting.catch_up()
+        self.version += removed is not None
+        return removed
+
+    def sibling_tokens(self, keys: Sequence[ChunkKey], index: int) -> list[int]:
+        """Token ids of a stored chunk that begins where chunk ``index`` would.
+
+        For ``explain`` only: looks at every node. Empty if there is none.
+        """
+        parent = keys[index - 1] if index else self._root
+        for node in self._tree.nodes():
+            above = node.parent.key if node.parent is not None else None
+            if above == parent and node.disk is Disk.STORED and node.key != keys[index]:
+                return self._store.tokens_of(node.key)
+        return []
+
+    # --- between steps ---
 
     def prepare(self) -> bool:
         """Do a little of what the next request would otherwise wait for.
@@ -176,44 +329,21 @@ class TierManager:
 
     def poll(self) -> None:
         """Take in finished I/O: publish what was read, free what was written."""
-        if self._io is None or self._writes is None:
-            return
-        for job in self._io.poll():
+        jobs = self._io.poll()
+        for job in jobs:
             if isinstance(job, ReadJob):
-                self._apply_read(job)
+                self._reads.apply(job)
             else:
                 self._writes.apply(job)
+        if jobs:
+            self.version += 1
         self._writes.settle()
+        self._forgetting.sweep()
 
-    def finish_reads(self, lease: Lease) -> None:
-        """Wait for a lease's reads; see ``Lease.wait``."""
-        if self._io is not None:
-            self._io.wait(list(lease.reads.values()))
-        self.poll()
-
-    def release(self, lease: Lease) -> None:
-        """End a lease; see ``Lease``."""
-        self._leases.discard(lease)
-        nodes = [chunk.node for chunk in lease.path]
-        for job in lease.reads.values():
-            read = self._reads[job]
-            self._reads[job] = _Read(read.node, read.slot, read.index, None)
-        self.poll()
-        for index in lease.sinks:
-            node = nodes[index]
-            if index in lease.done:
-                self._tree.advance_host(node, Event.FILL)
-            else:
-                self._free(node, Event.RELEASE)
-        self._count(lease)
-        self._tree.commit(nodes, self._clock())
-        self._tree.unpin(nodes)
-        if self._writes is not None and not self._closed:
-            chunks = [chunk.id for chunk in lease.path]
-            self._writes.store(nodes, chunks, self._format, self._view)
+    # --- the whole ---
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until every queued write is durable or dropped.
+        """Write everything that is only in DRAM, and wait until it is durable.
 
         Args:
             timeout: Seconds; ``None`` waits as long as it takes.
@@ -221,12 +351,32 @@ class TierManager:
         Returns:
             False if the timeout came first.
         """
-        if self._io is None or self._writes is None:
-            return True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for batch in self.unsaved():
+            self.save(batch)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self.wait_for_writer(left):
+                return False
+        return True
+
+    def unsaved(self) -> list[list[Node]]:
+        """What ``flush`` writes, in batches that fit the write queue; never empty."""
+        nodes = self._writes.unsaved()
+        size = max(1, _SMALL_QUEUE_BYTES // self._format.file_nbytes // 2)
+        return [nodes[at : at + size] for at in range(0, len(nodes), size)] or [[]]
+
+    def save(self, batch: Sequence[Node]) -> None:
+        """Queue a batch of ``unsaved``, and the recency seen so far."""
+        self._writes.write(batch)
         self._writes.send_touches()
-        finished = self._io.flush(timeout)
-        self.poll()
-        return finished
+
+    def wait_for_writer(self, timeout: float | None = None) -> bool:
+        """Block until the writer has nothing to do. Any thread.
+
+        Returns:
+            False if ``timeout`` seconds passed first.
+        """
+        return self._io.flush(timeout)
 
     def check(self, *, fix: bool = False) -> CheckReport:
         """Audit memory, index and every byte of every file; reads the whole folder.
@@ -238,166 +388,99 @@ class TierManager:
             StoreError: If the audit could not finish.
         """
         self.flush()
+        return self.report(self.check_memory(), self.check_store(fix=fix), fix=fix)
+
+    def check_memory(self) -> list[str]:
+        """Audit tree, slots and pins."""
+        self.poll()
         held = sum(len(lease.path) for lease in self._leases)
-        memory = audit_memory(self._tree, self._pool, self._slots, held)
-        if self._store is None or self._writes is None:
-            return CheckReport(memory=memory)
-        problems = self._store.audit(fix=fix)
-        if fix and problems:
+        return audit_memory(self._tree, self._pool, self._dram.slots, held)
+
+    def check_store(self, *, fix: bool) -> list[str]:
+        """Audit index and files; see ``ChunkStore.audit``. Any thread."""
+        return self._store.audit(fix=fix)
+
+    def report(self, memory: list[str], store: list[str], *, fix: bool) -> CheckReport:
+        """Put an audit together, after catching up with what it removed."""
+        self.poll()
+        fixed = fix and bool(store)
+        if fixed:
             self._writes.resync()
         records = self._store.records()
         size = sum(record.size for record in records.values())
-        return CheckReport(memory, problems, fix and bool(problems), len(records), size)
+        return CheckReport(memory, store, fixed, len(records), size)
 
     def snapshot(self) -> CacheStats:
         """Return the counters together with how full the tiers are now."""
         self.poll()
-        stats = self.stats
-        ready = [node.key for node in self._tree.nodes() if node.host is Host.READY]
-        stored = [n.disk_bytes for n in self._tree.nodes() if n.disk is Disk.STORED]
-        stats.dram_chunks, stats.ssd_chunks = len(ready), len(stored)
-        stats.dram_bytes = len(self._slots) * self._format.layout.nbytes
+        stats, tree = self.stats, self._tree
+        stats.dram_chunks, stats.ssd_chunks = tree.host_ready, tree.disk_stored
+        stats.dram_bytes = len(self._dram.slots) * self._format.layout.nbytes
         stats.dram_budget = self._pool.nbytes
-        stats.ssd_bytes = sum(stored)
-        stats.ssd_budget = self._store.budget_bytes if self._store is not None else 0
+        stats.ssd_bytes = tree.disk_bytes
+        stats.ssd_budget = self._store.budget_bytes
         return stats.snapshot()
+
+    def decisions(self, longest: int) -> Decisions:
+        """What steers the tiers now.
+
+        Args:
+            longest: Tokens of the longest prompt there may be.
+        """
+        adaptive, prefill = self._adaptive, self.prefill_times
+        rated = Decisions.RATED
+        rate = rated / prefill.seconds(0, rated) if prefill.ready else 0.0
+        return Decisions(
+            eviction=adaptive.current if adaptive else self._settings.eviction,
+            hit_rates=dict(adaptive.rates) if adaptive else {},
+            lookahead_window=self.window,
+            read_bandwidth=self._reads.times.bandwidth,
+            prefill_rate=rate,
+            crossover_tokens=self._loading.planner.crossover(longest),
+        )
 
     def close(self, timeout: float = 10.0) -> None:
         """Finish writes for at most ``timeout`` seconds, drop the rest, end threads."""
         if self._closed:
             return
-        if self._writes is not None:
-            self._writes.send_touches()
+        started = time.monotonic()
+        self.flush(timeout)
         self._closed = True
-        joined = True
-        if self._io is not None:
-            joined = self._io.close(timeout)
-            self.poll()
-        if self._store is not None and joined:
+        joined = self._io.close(max(0.1, timeout - (time.monotonic() - started)))
+        self.poll()
+        if joined:
             # Closing the index under a thread that hangs in it would crash.
             self._store.close()
-        self._slots = {}
-        self._pool.close()
+        self._dram.close()
 
-    # --- parts of a lease ---
+    # --- inside ---
 
-    def _path(self, nodes: list[Node], tokens: Sequence[int]) -> list[PathChunk]:
-        path = []
-        parent = self._root
-        for index, node in enumerate(nodes):
-            span = tokens[index * self._tokens : (index + 1) * self._tokens]
-            path.append(PathChunk(ChunkId(node.key, parent, span), node))
-            parent = node.key
-        return path
+    def _note_size(self, chunks: int) -> None:
+        """Keep the mean size of a request over the last dozen or so."""
+        weight = 0.1 if self._mean_chunks else 1.0
+        self._mean_chunks += weight * (chunks - self._mean_chunks)
 
-    def _adopt(self, nodes: list[Node]) -> None:
-        """Learn of chunks that another engine or process has stored."""
-        if self._writes is None:
-            return
-        bare = [n.key for n in nodes if n.host is Host.NONE and n.disk is Disk.NONE]
-        for key, record in self._writes.find(bare).items():
-            self._tree.add_stored(key, record.parent, record.size, record.stamp)
-
-    def _lend(self, lease: Lease, usable: int) -> None:
-        chunks = list(enumerate(lease.path))
-        for index, chunk in chunks[:usable]:
-            if chunk.node.host is Host.READY:
-                lease.add_source(index, self._slots[chunk.node.key], "dram")
-        for index, chunk in chunks[:usable]:
-            if chunk.node.host is Host.NONE and chunk.node.disk is Disk.STORED:
-                self._start_read(lease, index)
-        for index, chunk in chunks:
-            if chunk.node.host is Host.NONE:
-                slot = self._reserve(chunk.node)
-                if slot is None:
-                    self.stats.bypassed_inserts += 1
-                else:
-                    lease.add_sink(index, slot)
-
-    def _start_read(self, lease: Lease, index: int) -> None:
-        chunk = lease.path[index]
-        slot = self._reserve(chunk.node)
-        if slot is None or self._io is None:
-            return
-        job = ReadJob(self._format, chunk.id, slot.view)
-        self._reads[job] = _Read(chunk.node, slot, index, lease)
-        lease.reads[index] = job
-        self._io.read(job)
-
-    def _apply_read(self, job: ReadJob) -> None:
-        read = self._reads.pop(job)
-        if read.lease is not None:
-            del read.lease.reads[read.index]
-        if job.outcome is ReadOutcome.OK:
-            self._tree.advance_host(read.node, Event.FILL)
-            self.stats.read += 1
-            self.stats.read_bytes += self._format.file_nbytes
-            if read.lease is not None:
-                read.lease.add_source(read.index, read.slot, "ssd")
-            return
-        self._count_lost(job)
-        if self._writes is not None:
-            self._writes.lost(read.node, delete=job.outcome is not ReadOutcome.FAILED)
-        if read.lease is not None:
-            read.lease.add_sink(read.index, read.slot)
-        else:
-            self._free(read.node, Event.RELEASE)
-
-    def _count_lost(self, job: ReadJob) -> None:
-        name = job.chunk.key.hex()[:12]
-        if job.outcome is ReadOutcome.CORRUPT:
-            self.stats.corrupt += 1
-            self._trouble.once("corrupt", f"chunk {name} is damaged and was removed")
-        elif job.outcome is ReadOutcome.MISSING:
-            self.stats.missing += 1
-            self._trouble.once("missing", f"the file of chunk {name} is gone")
-        else:
-            self.stats.read_errors += 1
-            self._trouble.once("read", f"chunk {name} cannot be read", job.error)
+    def _commit(self, lease: Lease, nodes: Sequence[Node]) -> None:
+        """Count one use of the whole path, and what its missing part cost."""
+        missed = [index for index in range(len(nodes)) if index not in lease.sources]
+        cached = len(lease.sources) * self.chunk_tokens
+        computed = lease.prompt_tokens - cached
+        cost = self.prefill_times.seconds(cached, computed) / max(1, computed)
+        self._tree.commit(nodes, self._clock(), missed=missed, cost=cost)
+        if self._adaptive is not None:
+            self._adaptive.observe(lease.keys, cost=cost)
+        self._hints.used(lease.keys)
 
     def _count(self, lease: Lease) -> None:
         stats = self.stats
         found = list(lease.tiers.values())
         dram, ssd = found.count("dram"), found.count("ssd")
         stats.requests += 1
-        stats.dram_hit_tokens += dram * self._tokens
-        stats.ssd_hit_tokens += ssd * self._tokens
-        stats.miss_tokens += lease.prompt_tokens - len(found) * self._tokens
+        stats.dram_hit_tokens += dram * self.chunk_tokens
+        stats.ssd_hit_tokens += ssd * self.chunk_tokens
+        stats.miss_tokens += lease.prompt_tokens - len(found) * self.chunk_tokens
         if found:
             stats.holes += max(lease.tiers) + 1 - len(found)
-
-    # --- slots ---
-
-    def _reserve(self, node: Node) -> Slot | None:
-        """Get a slot for a chunk, evicting another if need be; ``None`` if none can."""
-        slot = self._pool.allocate()
-        if slot is None:
-            victim = self._tree.host_victim()
-            if victim is None:
-                return None
-            self._free(victim, Event.EVICT)
-            self.stats.dram_evictions += 1
-            slot = self._pool.allocate()
-        if slot is not None:
-            self._slots[node.key] = slot
-            self._tree.advance_host(node, Event.RESERVE)
-        return slot
-
-    def _free(self, node: Node, event: Event) -> None:
-        self._pool.free(self._slots.pop(node.key))
-        self._tree.advance_host(node, event)
-
-    def _view(self, node: Node) -> memoryview:
-        return self._slots[node.key].view
-
-    def _check_budget(self, budget: int) -> None:
-        needed = self._format.file_nbytes
-        if budget < needed:
-            raise ConfigError(
-                f"ssd_bytes is {budget} bytes but one chunk file of this model takes "
-                f"{needed}; set ssd_bytes to at least {needed}, or to 0 to do without "
-                "the SSD tier"
-            )
 
 
 def _state(node: Node | None) -> ChunkState:

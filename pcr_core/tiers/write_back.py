@@ -1,20 +1,23 @@
 """DRAM -> SSD: which chunks are written, what makes room for them, what came of it.
 
-Write-through and best effort: a chunk is queued as soon as it is complete, the queue is
-bounded, and whatever cannot be written is dropped and counted. Engine thread only.
+Best effort: a policy says when a chunk is worth writing, the queue is bounded, and
+whatever cannot be written is dropped and counted. Nothing here blocks. Engine thread
+only.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.index.prefix_tree import Disk, Event, Host, Node, PrefixTree
+from pcr_core.index.node import Disk, Event, Host, Node
+from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
-from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId
+from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId, ReadOutcome
 from pcr_core.tiers.chunk_index import Record
-from pcr_core.tiers.chunk_store import ChunkStore
+from pcr_core.tiers.dram import DramTier
+from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.jobs import (
     DeleteJob,
     Io,
@@ -23,24 +26,27 @@ from pcr_core.tiers.jobs import (
     WriteOutcome,
     WriterJob,
 )
+from pcr_core.tiers.no_store import Store
+from pcr_core.tiers.trouble import TroubleLog
+from pcr_core.tiers.write_policy import WritePolicy
 
+_LEAVING = 16
+"""Writes under way beyond which a chunk that leaves DRAM is dropped, not written."""
 _TOUCH_BATCH = 512
 """Recency of this many chunks is kept back, at most, until a write carries it along."""
 
 
-class TroubleLog:
-    """Logs each kind of trouble once, so that a full disk does not fill the log too."""
+@dataclass(frozen=True, slots=True)
+class Unsaved:
+    """What it takes to write a chunk that is only in DRAM.
 
-    def __init__(self) -> None:
-        self._log = logging.getLogger("pcr_core.tiers")
-        self._seen: set[str] = set()
+    Attributes:
+        chunk: Its identity.
+        ancestors: Keys of the prompt it was computed for, root first.
+    """
 
-    def once(self, kind: str, message: str, error: BaseException | None = None) -> None:
-        """Log ``message`` at warning level unless ``kind`` was logged before."""
-        if kind not in self._seen:
-            self._seen.add(kind)
-            detail = f": {error}" if error is not None else ""
-            self._log.warning("%s%s (further ones are only counted)", message, detail)
+    chunk: ChunkId
+    ancestors: Sequence[ChunkKey]
 
 
 class WriteBack:
@@ -48,25 +54,44 @@ class WriteBack:
 
     Args:
         tree: States; this class moves the disk states.
+        dram: Where the bytes are.
         store: The SSD tier.
         io: Runs the jobs.
+        fmt: What a chunk file looks like.
+        policy: When a chunk is written.
         stats: Where outcomes are counted.
         trouble: Where failures are logged.
+        log: Where departures are remembered.
+
+    Attributes:
+        epoch: The store's epoch that DRAM is up to date with; goes with every write, so
+            that one which was queued before a ``forget`` is not carried out after it.
     """
 
     def __init__(
         self,
         tree: PrefixTree,
-        store: ChunkStore,
+        dram: DramTier,
+        store: Store,
         io: Io,
+        fmt: ChunkFormat,
+        policy: WritePolicy,
+        *,
         stats: StoreCounters,
         trouble: TroubleLog,
+        log: EvictionLog,
     ) -> None:
         self._tree = tree
+        self._dram = dram
         self._store = store
         self._io = io
+        self._format = fmt
+        self._policy = policy
         self._stats = stats
         self._trouble = trouble
+        self._log = log
+        self.epoch = 0
+        self._unsaved: dict[Node, Unsaved] = {}
         self._writing: dict[WriteJob, Node] = {}
         self._deleting: dict[DeleteJob, int] = {}
         self._doomed: set[ChunkKey] = set()
@@ -87,65 +112,139 @@ class WriteBack:
             self._trouble.once("index", "the cache index cannot be read", error)
             return {}
 
+    def adopt(self, keys: Sequence[ChunkKey]) -> None:
+        """Take in those of some chunks that another engine or process has stored."""
+        known = zip(keys, self._tree.match(keys), strict=True)
+        unknown = [key for key, node in known if node is None or not _is_held(node)]
+        for key, record in self.find(unknown).items():
+            self._tree.add_stored(
+                key, record.parent, record.size, record.stamp, record.tenant
+            )
+
     def resync(self) -> None:
         """Bring the disk states in line with the index, after others changed it."""
         try:
-            records = self._store.records()
+            contents = self._store.contents()
         except OSError as error:
             self._trouble.once("index", "the cache index cannot be read", error)
             return
-        for key, record in records.items():
+        for key, record in contents.bare.items():
+            self._tree.add_known(key, record.parent, record.tenant)
+        for key, record in contents.stored.items():
             if not self._is_hidden(key):
-                self._tree.add_stored(key, record.parent, record.size, record.stamp)
+                self._tree.add_stored(
+                    key, record.parent, record.size, record.stamp, record.tenant
+                )
         for node in list(self._tree.nodes()):
-            if node.disk is Disk.STORED and node.key not in records:
+            if node.disk is Disk.STORED and node.key not in contents.stored:
+                self._log.note(node.key, "ssd", "removed by another process", by="")
                 self._tree.advance_disk(node, Event.REMOVE)
+        self._tree.prune()
 
     # --- what is written and removed ---
 
-    def store(
-        self,
-        path: list[Node],
-        chunks: list[ChunkId],
-        fmt: ChunkFormat,
-        view: Callable[[Node], memoryview],
-    ) -> None:
-        """Queue every complete chunk of a path that is not on SSD, root first.
+    def used(self, path: Sequence[Node], chunks: Sequence[ChunkId]) -> None:
+        """A request has used a path: queue what the policy wants written, root first.
 
         Making room never evicts a chunk used more recently than the one to be
         written: a path longer than the budget keeps its head, whatever its length.
         """
-        used = self._used_bytes(len(path) * fmt.file_nbytes)
         keys = [node.key for node in path]
+        wanted = []
         for node, chunk in zip(path, chunks, strict=True):
             if node.disk is Disk.STORED:
                 self._touched[node.key] = node.last_used
-            if node.host is not Host.READY or node.disk is not Disk.NONE:
-                continue
-            used -= self._make_room(node, used + fmt.file_nbytes)
-            if used + fmt.file_nbytes > self._store.budget_bytes:
-                self._stats.write_drops += 1
-                continue
-            used += fmt.file_nbytes
-            self._tree.advance_disk(node, Event.WRITE)
-            job = WriteJob(fmt, chunk, view(node), node.last_used, ancestors=keys)
-            job.replace = node.key in self._unreadable
-            self._writing[job] = node
-            self._io.write(job)
+            elif node.host is Host.READY and node.disk is Disk.NONE:
+                self._unsaved[node] = Unsaved(chunk, keys)
+                if self._policy.when_used(node):
+                    wanted.append(node)
+        self.write(wanted)
+        self._write_ahead()
         if len(self._touched) >= _TOUCH_BATCH:
             self.send_touches()
 
-    def lost(self, node: Node, *, delete: bool) -> None:
-        """A stored chunk could not be read: forget it.
+    def write(self, nodes: Sequence[Node]) -> None:
+        """Queue chunks for writing, as far as they are unsaved and there is room."""
+        nodes = [node for node in nodes if self._is_unsaved(node)]
+        if not nodes:
+            return
+        size = self._format.file_nbytes
+        used = self._used_bytes(len(nodes) * size)
+        for node in nodes:
+            if not self._is_unsaved(node):
+                continue  # another process has stored it, as we have just learnt
+            used -= self._make_room(node, used + size)
+            if used + size > self._store.budget_bytes or self._over_quota(size):
+                self._stats.write_drops += 1
+                continue
+            used += size
+            self._queue(node)
 
-        Args:
-            node: The chunk.
-            delete: Remove record and file too; False keeps them out of use until the
-                chunk is written again, because the failure may have been the system's.
+    def disown(self, node: Node) -> None:
+        """Never write a chunk that is only in DRAM: it was forgotten."""
+        self._unsaved.pop(node, None)
+        self._touched.pop(node.key, None)
+
+    def save_leaving(self, victim: Node) -> bool:
+        """Asked before a chunk leaves DRAM; see ``DramTier.save``."""
+        if not self._is_unsaved(victim):
+            self._unsaved.pop(victim, None)
+            return False
+        if self._policy.when_leaving(victim):
+            if len(self._writing) < _LEAVING:
+                self.write([victim])
+                if victim.disk is Disk.WRITING:
+                    return True
+            else:
+                self._stats.write_drops += 1
+        self._unsaved.pop(victim, None)
+        return False
+
+    def unsaved(self) -> list[Node]:
+        """Chunks that are complete in DRAM and not on SSD, oldest first."""
+        return [node for node in self._unsaved if self._is_unsaved(node)]
+
+    def _write_ahead(self) -> None:
+        """Write the oldest chunks while a few others can still leave without it."""
+        safe = self._dram.spare + self._tree.host_ready - len(self._unsaved)
+        for node in list(self._unsaved):
+            if safe >= _LEAVING or len(self._writing) >= _LEAVING:
+                return
+            if self._is_unsaved(node) and self._policy.when_leaving(node):
+                self.write([node])
+                safe += 1
+
+    def _is_unsaved(self, node: Node) -> bool:
+        return (
+            node in self._unsaved and node.host is Host.READY and node.disk is Disk.NONE
+        )
+
+    def _queue(self, node: Node) -> None:
+        unsaved = self._unsaved[node]
+        self._tree.advance_disk(node, Event.WRITE)
+        job = WriteJob(
+            self._format,
+            unsaved.chunk,
+            self._dram.view(node),
+            node.last_used,
+            replace=node.key in self._unreadable,
+            ancestors=unsaved.ancestors,
+            epoch=self.epoch,
+        )
+        self._writing[job] = node
+        self._io.write(job)
+
+    def lost(self, node: Node, outcome: ReadOutcome) -> None:
+        """A stored chunk could not be read: forget it, file and record too.
+
+        If it was the system that refused, they stay, but are out of use until the chunk
+        is written again.
         """
+        delete = outcome is not ReadOutcome.FAILED
         if node.disk is not Disk.STORED:
             return
         size = node.disk_bytes
+        self._log.note(node.key, "ssd", "damaged" if delete else "unreadable", by="")
         self._tree.advance_disk(node, Event.REMOVE)
         if delete:
             self._delete(node.key, size)
@@ -186,6 +285,7 @@ class WriteBack:
         node = self._writing.pop(job)
         if job.outcome is WriteOutcome.STORED:
             self._tree.advance_disk(node, Event.STORE, job.nbytes)
+            self._unsaved.pop(node, None)
             self._unreadable.pop(node.key, None)
             self._stats.written += 1
             self._stats.written_bytes += job.nbytes
@@ -196,6 +296,9 @@ class WriteBack:
             kind = getattr(job.error, "errno", None) or type(job.error).__name__
             message = "a chunk could not be written"
             self._trouble.once(f"write {kind}", message, job.error)
+            return
+        if job.outcome is WriteOutcome.FORGOTTEN:
+            self.disown(node)
             return
         self._stats.write_drops += 1
         self._must_resync |= job.outcome is WriteOutcome.NO_ROOM
@@ -227,19 +330,46 @@ class WriteBack:
             self.resync()
         return used + queued - leaving
 
+    def _over_quota(self, coming: int) -> bool:
+        """Whether this tenant would have more than its share."""
+        quota = self._store.quota_bytes
+        return quota is not None and self._tenant_bytes() + coming > quota
+
+    def _tenant_bytes(self) -> int:
+        """Bytes of this tenant on SSD once everything queued is done, as known here."""
+        queued = sum(job.nbytes for job in self._writing)
+        return self._tree.tenant_bytes(self._store.tenant) + queued
+
     def _make_room(self, node: Node, wanted: int) -> int:
-        """Evict older leaves until ``wanted`` bytes fit; return the bytes freed."""
+        """Evict older leaves until ``wanted`` bytes fit; return the bytes freed.
+
+        Within the quota the tenant's own leaves go, within the budget anybody's.
+        """
         freed = 0
-        while wanted - freed > self._store.budget_bytes:
-            victim = self._tree.disk_victim()
-            if victim is None or victim.last_used >= node.last_used:
+        size = self._format.file_nbytes
+        while self._over_quota(size):
+            gone = self._evict_older(node, self._store.tenant, "quota")
+            if not gone:
                 break
-            size = victim.disk_bytes
-            self._tree.advance_disk(victim, Event.REMOVE)
-            self._stats.ssd_evictions += 1
-            self._delete(victim.key, size)
-            freed += size
+            freed += gone
+        while wanted - freed > self._store.budget_bytes:
+            gone = self._evict_older(node, None, "ssd budget")
+            if not gone:
+                break
+            freed += gone
         return freed
+
+    def _evict_older(self, node: Node, tenant: bytes | None, reason: str) -> int:
+        """Evict one leaf that was used before ``node``; return its bytes, 0 if none."""
+        victim = self._tree.disk_victim(tenant)
+        if victim is None or victim.last_used >= node.last_used:
+            return 0
+        size = victim.disk_bytes
+        self._log.note(victim.key, "ssd", reason)
+        self._tree.advance_disk(victim, Event.EVICT)
+        self._stats.ssd_evictions += 1
+        self._delete(victim.key, size)
+        return size
 
     def _delete(self, key: ChunkKey, size: int) -> None:
         job = DeleteJob([key])
@@ -247,3 +377,8 @@ class WriteBack:
         self._doomed.add(key)
         self._touched.pop(key, None)
         self._io.write(job)
+
+
+def _is_held(node: Node) -> bool:
+    """Whether a chunk has a copy in any state."""
+    return node.host is not Host.NONE or node.disk is not Disk.NONE

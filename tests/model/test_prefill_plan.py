@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +15,25 @@ from pcr_core.model.prefill_plan import (
     Cuts,
     Segment,
     free,
+    front_chunk,
     grid,
-    plan_prefill,
+    next_segment,
     shape_independent,
     usable_chunks,
 )
+
+
+def plan_prefill(
+    tokens: int, chunk_tokens: int, stored: Collection[int], cuts: Cuts
+) -> list[Segment]:
+    """All segments of a prefill during which nothing changes."""
+    segments: list[Segment] = []
+    position = 0
+    while position < tokens:
+        args = (position, tokens, chunk_tokens, stored, (), cuts)
+        segments.append(next_segment(*args))
+        position = segments[-1].stop
+    return segments
 
 
 @st.composite
@@ -75,6 +90,58 @@ def _inside(index: int, chunk: int, segment: Segment) -> bool:
 
 
 @given(plans())
+@example((64, 32, frozenset({0, 1}), shape_independent()))
+@example((1024, 512, frozenset({1}), Cuts("steps", 16, 16, step=64)))
+def test_one_at_a_time_is_the_plan_made_at_once(plan: Any) -> None:
+    assert plan_prefill(*plan) == planned_at_once(*plan)
+
+
+@given(plans(), st.data())
+def test_reads_that_end_while_it_runs(plan: Any, data: st.DataObject) -> None:
+    """Whatever happens in between, all is there in the end and nothing came twice."""
+    tokens, chunk, known, cuts = plan
+    pending = set(data.draw(st.sets(st.sampled_from(sorted(known)))) if known else ())
+    sources = set(known - pending)
+    have: set[int] = set()
+    position = 0
+    while position < tokens:
+        for index in data.draw(st.sets(st.sampled_from(sorted(pending or {-1})))):
+            pending.discard(index)
+            if index >= 0 and data.draw(st.booleans()):
+                sources.add(index)
+        while (front := front_chunk(position, chunk, sources)) in pending:
+            pending.remove(front)
+            if data.draw(st.booleans()):
+                sources.add(front)
+        segment = next_segment(position, tokens, chunk, sources, pending, cuts)
+        for index in segment.loads:
+            assert index in sources
+            assert not have & set(range(index * chunk, (index + 1) * chunk))
+            have |= set(range(index * chunk, (index + 1) * chunk))
+        assert have >= set(range(segment.start))
+        again = have & set(range(segment.start, segment.stop))
+        assert not again or segment.stop == tokens
+        have |= set(range(segment.start, segment.stop))
+        assert segment.start % cuts.align == 0
+        if cuts.step is not None:
+            assert segment.stop - segment.start <= cuts.step
+        else:
+            end = segment.stop // chunk
+            assert segment.stop == tokens or end in sources or end in pending
+        position = segment.stop
+    assert have == set(range(tokens))
+
+
+def test_nothing_past_a_read_is_computed() -> None:
+    args = (100, 16, {0, 4}, {2, 5}, shape_independent())
+    assert next_segment(0, *args) == Segment((0,), 16, 32, (1,))
+    assert front_chunk(32, 16, {0, 4}) == 2  # settle that one first
+    args = (100, 16, {0, 2, 4}, {5}, shape_independent())
+    assert next_segment(32, *args) == Segment((2,), 48, 64, (3,))
+    assert front_chunk(64, 16, {0, 2, 4}) == 5
+
+
+@given(plans())
 def test_the_grid_runs_the_same_forwards_cold_and_warm(plan: Any) -> None:
     tokens, chunk, stored, _ = plan
     cuts = grid(chunk)
@@ -123,3 +190,54 @@ def test_cuts_say_what_they_promise() -> None:
         "grid",
         "free",
     ]
+
+
+def planned_at_once(
+    tokens: int, chunk_tokens: int, stored: Collection[int], cuts: Cuts
+) -> list[Segment]:
+    """The reference: the whole plan at once, from a fixed set of stored chunks."""
+    last = (tokens - 1) // cuts.align * cuts.align
+    segments: list[Segment] = []
+    loads: list[int] = []
+    for start, stop in _ranges(tokens, chunk_tokens, stored, last):
+        first = start // chunk_tokens
+        loads += [i for i in _between(segments, first, chunk_tokens) if i in stored]
+        if start % chunk_tokens and first in stored:
+            loads.append(first)
+        for a, b in _steps(start, stop, cuts.step):
+            stores = range(-(-a // chunk_tokens), b // chunk_tokens)
+            segments.append(Segment(tuple(loads), a, b, tuple(stores)))
+            loads = []
+    return segments
+
+
+def _ranges(
+    tokens: int, chunk_tokens: int, stored: Collection[int], last: int
+) -> list[tuple[int, int]]:
+    """Maximal token ranges that must be computed."""
+    ranges: list[tuple[int, int]] = []
+    for start in range(0, tokens, chunk_tokens):
+        stop = min(start + chunk_tokens, tokens)
+        if start // chunk_tokens in stored:
+            start = max(start, last)
+        if start >= stop or (start // chunk_tokens in stored and stop < tokens):
+            continue
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], stop)
+        else:
+            ranges.append((start, stop))
+    return ranges
+
+
+def _between(segments: list[Segment], first: int, chunk_tokens: int) -> range:
+    """Chunks after the last computed range and before chunk ``first``."""
+    done = -(-segments[-1].stop // chunk_tokens) if segments else 0
+    return range(done, first)
+
+
+def _steps(start: int, stop: int, step: int | None) -> list[tuple[int, int]]:
+    """Cut a range where the grid says."""
+    if step is None:
+        return [(start, stop)]
+    edges = [start, *range((start // step + 1) * step, stop, step), stop]
+    return list(pairwise(edges))

@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import HealthCheck, given, settings
 
+from pcr_core.documents import Document, locate
 from pcr_core.errors import RequestError
+from pcr_core.model.offsets import aligned_offsets, decoded_offsets
 from pcr_core.model.prompt import (
     encode_prompt,
+    encode_with_offsets,
     fold_system,
     merge_neighbours,
     plain_chat,
@@ -202,3 +207,150 @@ def test_wrong_ids(tokenizer: Any, prompt: Any) -> None:
 def test_empty(tokenizer: Any, prompt: Any) -> None:
     with pytest.raises(RequestError, match="empty"):
         encode_prompt(tokenizer, prompt)
+
+
+# --- where tokens are in the text ---
+
+fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROSE = st.text(alphabet="ab \n.é✓😀<|>", max_size=20)
+
+
+class Slow:
+    """A tokenizer that knows no offsets, and loses some text when it decodes."""
+
+    is_fast = False
+    chat_template = None
+    bos_token = "<|bos|>"
+
+    def __init__(self, fast: Any, lost: str = "") -> None:
+        self._fast = fast
+        self._lost = lost
+
+    def __len__(self) -> int:
+        return len(self._fast)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        assert "return_offsets_mapping" not in options
+        return self._fast(text, **options)
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        text: str = self._fast.decode(ids, **options)
+        return text.replace(self._lost, "") if self._lost else text
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_dir: Any) -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(smollm2_dir)
+
+
+@pytest.fixture(params=["bytes", "smollm2", "slow"])
+def any_tokenizer(request: pytest.FixtureRequest) -> Any:
+    if request.param == "smollm2":
+        return request.getfixturevalue("smollm2_tokenizer")
+    tokenizer = request.getfixturevalue("tiny_tokenizer")
+    return Slow(tokenizer) if request.param == "slow" else tokenizer
+
+
+@settings(max_examples=50, parent=fixtures)
+@given(text=PROSE.filter(bool), as_messages=st.booleans())
+def test_offsets_change_no_token(any_tokenizer, text, as_messages) -> None:
+    prompt: Any = [{"role": "user", "content": text}] if as_messages else text
+    found = encode_with_offsets(any_tokenizer, prompt)
+    assert found.tokens == encode_prompt(any_tokenizer, prompt)
+    assert len(found.offsets) == len(found.tokens)
+    assert all(0 <= first <= stop <= len(found.text) for first, stop in found.offsets)
+    assert text in found.text
+
+
+@settings(max_examples=50, parent=fixtures)
+@given(text=st.text(alphabet="xy \n.é✓😀", max_size=20).filter(str.strip))
+def test_token_ids_are_located_in_what_they_decode_to(tiny_tokenizer, text) -> None:
+    ids = encode_prompt(tiny_tokenizer, text)
+    found = encode_with_offsets(tiny_tokenizer, ids)
+    assert found.tokens == ids
+    assert found.text == tiny_tokenizer.decode(ids)
+    sharp = encode_with_offsets(tiny_tokenizer, text)
+    spans = [
+        locate(one.text, [Document("d", text)], one.offsets)[0]
+        for one in (found, sharp)
+    ]
+    assert spans[0] == spans[1]
+
+
+def test_offsets_of_messages(tiny_tokenizer: Any) -> None:
+    found = encode_with_offsets(tiny_tokenizer, [{"role": "user", "content": "h😀"}])
+    assert found.text.startswith("<|bos|><|im_start|>user\nh😀<|im_end|>")
+    assert found.offsets[:2] == [(0, 7), (7, 19)]
+    start = found.text.index("😀")
+    assert found.offsets.count((start, start + 1)) == 4  # bytes of one character
+
+
+def test_a_slow_tokenizer_is_as_sharp_where_nothing_is_lost(tiny_tokenizer) -> None:
+    text = "one two 😀 three"
+    fast = encode_with_offsets(tiny_tokenizer, text)
+    slow = encode_with_offsets(Slow(tiny_tokenizer), text)
+    assert slow.text == fast.text == text
+    assert slow.offsets[1:] == fast.offsets[1:]
+    assert slow.offsets[0] == (0, 0)  # a BOS that stands in no text
+
+
+def test_where_text_is_lost_a_document_begins_too_early_not_too_late(
+    tiny_tokenizer: Any,
+) -> None:
+    text = "system. the bee and the bear eat. question"
+    slow = Slow(tiny_tokenizer, lost="b")
+    found = encode_with_offsets(slow, text)
+    for wanted in ("system.", "the bee", "bear eat.", "question"):
+        (span,) = locate(found.text, [Document("d", wanted)], found.offsets)
+        (true,) = locate(
+            text,
+            [Document("d", wanted)],
+            encode_with_offsets(tiny_tokenizer, text).offsets,
+        )
+        assert span.first_token <= true.first_token
+        assert span.stop_token >= true.stop_token
+    (span,) = locate(found.text, [Document("d", "question")], found.offsets)
+    assert span.stop_token - span.first_token == len("question")
+
+
+SHORT = st.text(alphabet="ab", max_size=4)
+
+
+@given(
+    head=SHORT,
+    prompt=st.text(alphabet="xy", max_size=4),
+    decoded=st.text(alphabet="pq", max_size=4),
+    tail=SHORT,
+)
+def test_aligned_offsets_never_begin_too_late(head, prompt, decoded, tail) -> None:
+    """One token a character; the middle decodes to something else."""
+    text, back = head + prompt + tail, head + decoded + tail
+    aligned = aligned_offsets(text, back, [(i, i + 1) for i in range(len(back))])
+    if not aligned:
+        return
+    for at, wanted in enumerate(text):
+        true = (
+            at
+            if at < len(head)
+            else len(head)
+            if at < len(head) + len(prompt)
+            else at - len(prompt) + len(decoded)
+        )
+        spans = locate(text, [Document("d", wanted + text[at + 1 :])], aligned)
+        assert min(span.first_token for span in spans) <= true
+
+
+def test_what_is_no_character_ends_the_waiting(tiny_tokenizer: Any) -> None:
+    ids = [200] * 50  # bytes that are no text
+    text, offsets = decoded_offsets(tiny_tokenizer, ids)
+    assert len(offsets) == 50
+    assert len(set(offsets)) > 3
+    assert offsets[-1][1] == len(text)
+
+
+@pytest.mark.parametrize("prompt", ["\ud800", ["a"], [], 5])
+def test_offsets_of_wrong_prompts(tiny_tokenizer: Any, prompt: Any) -> None:
+    with pytest.raises(RequestError):
+        encode_with_offsets(tiny_tokenizer, prompt)

@@ -8,6 +8,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +21,17 @@ from pcr_core.index.chunk import (
     Namespace,
     chunk_keys,
 )
-from pcr_core.tiers import ChunkStore, HostPool, InlineIo, TierManager
+from pcr_core.tiers import (
+    ChunkStore,
+    HostPool,
+    InlineIo,
+    NoStore,
+    TierManager,
+    TierSettings,
+)
 from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId
 from pcr_core.tiers.files import Files
+from pcr_core.tiers.no_store import Store
 
 LAYOUT = ChunkLayout((LayerShape(1, 4, 2), LayerShape(2, 2, 4)), 4, "F32", 4)
 NAMESPACE = Namespace.of([("test", b"tiny")])
@@ -157,6 +166,13 @@ def file_bytes(folder: Path) -> int:
 @pytest.fixture
 def kit(tmp_path: Path) -> Iterator[SimpleNamespace]:
     """Everything above, plus ``manager(...)`` that closes what it made."""
+    with open_kit(tmp_path) as opened:
+        yield opened
+
+
+@contextmanager
+def open_kit(tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """The same for a test that needs several, such as a property test."""
     made: list[TierManager] = []
 
     def manager(
@@ -167,19 +183,22 @@ def kit(tmp_path: Path) -> Iterator[SimpleNamespace]:
         files: Files | None = None,
         io=InlineIo,
         clock: Clock | None = None,
+        namespace: Namespace = NAMESPACE,
+        **settings,
     ) -> TierManager:
         pool = HostPool(LAYOUT, slots * LAYOUT.nbytes)
-        store = None
+        store: Store = NoStore()
         if ssd_chunks:
             budget = ssd_chunks * FILE_BYTES
             store = ChunkStore(folder or tmp_path / "cache", budget, files=files)
         made.append(
             TierManager(
                 LAYOUT,
-                NAMESPACE,
+                namespace,
                 pool,
                 store,
-                io(store) if store is not None else None,
+                io(store),
+                TierSettings(**settings),
                 clock=clock or Clock(),
             )
         )

@@ -1,0 +1,171 @@
+"""Hit rates of the eviction policies on generated streams, beside the notes' figures.
+
+    python -m examples.benchmarks.policies
+
+Everything is simulated, so the figures do not depend on the machine. A stream is one
+draw of its recipe and differs from the next by more than policies differ from each
+other: a figure is the mean over seeds, and the spread between seeds is printed with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from examples.benchmarks.common import print_table, write_json
+from pcr_core.simulator.contenders import contenders
+from pcr_core.simulator.optimum import infinite_reuse
+from pcr_core.simulator.replay import replay, service_rate
+from pcr_core.simulator.workloads import STREAMS, generate
+
+BUDGETS = (12, 25, 75, 150)
+FIXED = ("lru", "lookahead-lru W=auto", "pgdsf+memory")
+COLUMNS = (
+    "queue",
+    "lru",
+    "lookahead-lru W=6",
+    "lookahead-lru W=64",
+    "pgdsf",
+    "pgdsf+memory",
+    "lfu+memory",
+    "optimum",
+)
+# What the design notes expect: one seed each, hit rates in %.
+EXPECTED: dict[tuple[str, int, float], tuple[float, ...]] = {
+    ("W1", 12, 0.90): (2.9, 2.3, 2.8, 2.9, 2.5, 4.5, 8.2, 16.1),
+    ("W1", 12, 1.15): (67, 2.3, 3.7, 9.4, 2.5, 4.5, 8.2, 16.1),
+    ("W1", 25, 0.90): (2.8, 4.8, 5.2, 5.3, 6.1, 8.0, 9.8, 22.3),
+    ("W1", 75, 0.90): (1.9, 13.0, 13.2, 13.3, 14.3, 15.5, 17.0, 32.6),
+    ("W1", 150, 0.90): (1.6, 19.8, 19.8, 19.8, 21.8, 22.7, 23.0, 39.6),
+    ("locality", 25, 0.90): (0.7, 33.5, 33.7, 33.7, 30.1, 29.9, 14.8, 40.0),
+    ("locality", 75, 0.90): (0.6, 35.8, 35.8, 35.8, 36.4, 36.8, 26.3, 42.0),
+    ("drift", 75, 0.90): (2.1, 11.3, 11.6, 11.7, 12.2, 13.0, 12.8, 30.3),
+}
+EXPECTED_REUSE = {"W1": 40.1, "W2": 35.4, "locality": 42.0, "drift": 32.0}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One stream, one budget, some contenders."""
+
+    stream: str
+    budget: int
+    load: float
+    seed: int
+    names: tuple[str, ...]
+    windows: tuple[int | None, ...]
+
+
+def run(job: Job) -> dict[str, float]:
+    """Hit rates in % by label, and the queue of the first contender."""
+    trace = generate(job.stream, job.seed)
+    capacity = round(job.budget * trace.mean_chunks)
+    rate = service_rate(trace, job.load)
+    rows = contenders(job.names, job.windows)
+    outcomes = [replay(trace, row, capacity, rate) for row in rows]
+    found = {
+        row.label: 100 * outcome.hit_rate
+        for row, outcome in zip(rows, outcomes, strict=True)
+    }
+    return {"queue": outcomes[0].queue, **found}
+
+
+def reuse(stream_and_seed: tuple[str, int]) -> float:
+    return 100 * infinite_reuse(generate(*stream_and_seed))
+
+
+Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+
+
+def spread(sample: Sequence[float]) -> str:
+    deviation = statistics.stdev(sample) if len(sample) > 1 else 0.0
+    return f"{statistics.mean(sample):.1f} ±{deviation:.1f}"
+
+
+def show_reuse(over: Map, seeds: Sequence[int]) -> dict[str, list[float]]:
+    print("\nReuse of a cache without a limit, % (mean ± deviation between seeds)")
+    found = {s: list(over(reuse, [(s, seed) for seed in seeds])) for s in STREAMS}
+    rows = [
+        [stream, spread(sample), str(EXPECTED_REUSE.get(stream, ""))]
+        for stream, sample in found.items()
+    ]
+    print_table(("stream", "ours", "notes"), rows)
+    return found
+
+
+def show_table(over: Map, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """The notes' table: ours, theirs in brackets; ``!`` is more than a point off."""
+    names = ("lru", "lookahead-lru", "pgdsf", "pgdsf+memory", "lfu+memory", "optimum")
+    keys = list(EXPECTED)
+    jobs = [Job(*key, seed, names, (6, 64)) for key in keys for seed in seeds]
+    results = list(over(run, jobs))
+    rows, figures = [], []
+    for at, (stream, budget, load) in enumerate(keys):
+        samples = results[at * len(seeds) : (at + 1) * len(seeds)]
+        cells = []
+        for column, notes in zip(COLUMNS, EXPECTED[keys[at]], strict=True):
+            sample = [result[column] for result in samples]
+            off = statistics.mean(sample) - notes
+            mark = "!" if abs(off) > 1 and column != "queue" else ""
+            cells.append(f"{spread(sample)} ({notes}){mark}")
+        rows.append([stream, str(budget), f"{load:.2f}", *cells])
+        key = {"stream": stream, "budget": budget, "load": load}
+        figures.append({**key, "seeds": samples})
+    print("\nHit rates, %: ours ± deviation between seeds (notes, one seed)")
+    print_table(("stream", "R", "load", *COLUMNS), rows)
+    return figures
+
+
+def show_streams(over: Map, seeds: Sequence[int], load: float) -> list[dict[str, Any]]:
+    """The fixed policies and ``adaptive`` on the five streams."""
+    names = ("lru", "lookahead-lru", "pgdsf+memory", "adaptive")
+    keys = [(stream, budget) for stream in STREAMS for budget in BUDGETS]
+    jobs = [Job(*key, load, seed, names, (None,)) for key in keys for seed in seeds]
+    results = list(over(run, jobs))
+    rows, figures = [], []
+    columns = ("queue", *FIXED, "adaptive W=auto")
+    for at, (stream, budget) in enumerate(keys):
+        samples = results[at * len(seeds) : (at + 1) * len(seeds)]
+        means = {c: statistics.mean(s[c] for s in samples) for c in columns}
+        ahead = means["lookahead-lru W=auto"] - means["lru"]
+        behind = means["adaptive W=auto"] - max(means[name] for name in FIXED)
+        fails = [
+            *(["look-ahead is below LRU"] if ahead < -0.5 else []),
+            *(["adaptive is behind"] if behind < -1 else []),
+        ]
+        cells = [f"{means[c]:.1f}" for c in columns]
+        verdict = "; ".join(fails) or "ok"
+        rows.append(
+            [stream, str(budget), *cells, f"{ahead:+.1f}", f"{behind:+.1f}", verdict]
+        )
+        figures.append({"stream": stream, "budget": budget, "seeds": samples})
+    print(f"\nThe engine's policies on the five streams, %, load {load:.2f}")
+    head = ("stream", "R", *columns, "look-ahead - LRU", "adaptive - best", "verdict")
+    print_table(head, rows)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--load", type=float, default=0.9)
+    parser.add_argument("--json", type=Path, help="write raw figures here")
+    options = parser.parse_args()
+    seeds = range(options.seeds)
+    with ProcessPoolExecutor(options.jobs) as pool:
+        figures = {
+            "reuse": show_reuse(pool.map, seeds),
+            "table": show_table(pool.map, seeds),
+            "streams": show_streams(pool.map, seeds, options.load),
+        }
+    write_json(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What ``engine.explain`` returns: a table of hits, misses and their reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pcr_core.table import as_html, as_text
+
+Verdict = Literal[
+    "reused",
+    "end of prompt",
+    "gone",
+    "not stored",
+    "shared chunk",
+    "never seen",
+    "text changed",
+    "order changed",
+    "other documents before it",
+    "other text before it",
+]
+"""Why a part is not wholly reused; ``"reused"`` if it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The prompt, or one document in it.
+
+    Attributes:
+        name: The document's id, or ``"prompt"``.
+        first_token, stop_token: Its tokens; the second is the one behind its last.
+        dram_tokens, ssd_tokens: How many of them would be read from which tier.
+        verdict: Why not all of them, in a word.
+        why: The same in a sentence, with what helps; ``""`` if all are reused.
+    """
+
+    name: str
+    first_token: int
+    stop_token: int
+    dram_tokens: int
+    ssd_tokens: int
+    verdict: Verdict
+    why: str
+
+    @property
+    def tokens(self) -> int:
+        """Its length."""
+        return self.stop_token - self.first_token
+
+    @property
+    def hit_tokens(self) -> int:
+        """Its tokens that would be reused, from any tier."""
+        return self.dram_tokens + self.ssd_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Its tokens that would go through the model."""
+        return self.tokens - self.hit_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token that differs from the earlier prompt most like this one.
+
+    Attributes:
+        index: Its index in both prompts.
+        before: Some of the text that both have in front of it.
+        now: The text of this prompt's token; neighbours are added where a character
+            would be cut.
+        then: The earlier prompt's text there; ``""`` if it ended there.
+        after_now, after_then: Some of what follows in each.
+    """
+
+    index: int
+    before: str
+    now: str
+    then: str
+    after_now: str
+    after_then: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a prompt would reuse if it ran now, and why not more. Any thread.
+
+    ``print(explanation)`` gives a table; a notebook shows it as HTML.
+
+    Attributes:
+        prompt: The prompt as a whole.
+        documents: Each document in it, in order.
+        chunk_tokens: Tokens per chunk; only whole chunks are stored.
+        difference: Where it leaves the nearest earlier prompt, if that is known.
+        hints: What looks as if it will change with every request, and what to do.
+    """
+
+    prompt: Part
+    documents: tuple[Part, ...]
+    chunk_tokens: int
+    difference: Difference | None
+    hints: tuple[str, ...]
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens that would be reused, from any tier."""
+        return self.prompt.hit_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that would go through the model."""
+        return self.prompt.computed_tokens
+
+    def __str__(self) -> str:
+        return as_text(self.rows())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.rows())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each line of the table."""
+        prompt = self.prompt
+        full = prompt.tokens // self.chunk_tokens
+        rows = [
+            (
+                "prompt",
+                f"{prompt.tokens} tokens, {full} full chunks of {self.chunk_tokens}",
+            ),
+            ("reused", _reused(prompt)),
+            ("computed", _because(f"{prompt.computed_tokens}", prompt)),
+        ]
+        rows += [
+            (
+                f"document {_short(part.name)}",
+                _because(
+                    f"tokens {part.first_token} to {part.stop_token - 1}: reused "
+                    f"{_reused(part)}",
+                    part,
+                ),
+            )
+            for part in self.documents
+        ]
+        if self.difference is not None:
+            rows += _difference_rows(self.difference)
+        return rows + [("hint", hint) for hint in self.hints]
+
+
+def _reused(part: Part) -> str:
+    share = part.hit_tokens / part.tokens if part.tokens else 0.0
+    tiers = f": {part.dram_tokens} DRAM, {part.ssd_tokens} SSD" if share else ""
+    return f"{part.hit_tokens} of {part.tokens} ({share:.0%}){tiers}"
+
+
+def _because(text: str, part: Part) -> str:
+    return f"{text}; {part.verdict}: {part.why}" if part.why else text
+
+
+def _difference_rows(at: Difference) -> list[tuple[str, str]]:
+    was = (
+        f"{at.then!r}, then {at.after_then!r}"
+        if at.then
+        else "nothing: the earlier prompt ends here"
+    )
+    return [
+        ("first difference", f"token {at.index}, after {at.before!r}"),
+        ("  it is", f"{at.now!r}, then {at.after_now!r}"),
+        ("  it was", was),
+    ]
+
+
+def _short(name: str) -> str:
+    """A name for one cell: no line breaks, not too wide."""
+    shown = name if name.isprintable() else repr(name)
+    return shown if len(shown) <= 40 else shown[:37] + "..."

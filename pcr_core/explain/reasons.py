@@ -1,0 +1,210 @@
+"""Why a prompt would be reused as far as it would, and no further.
+
+A pure function of plain values: what the tiers hold now, what earlier prompts were, and
+how chunks were lost. Users of other caches had to guess this from a hit rate; most of
+the time it is a date in the system prompt or another order of the documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timezone
+
+from pcr_core.documents import DocumentSpan
+from pcr_core.explain.explanation import Difference, Explanation, Part, Verdict
+from pcr_core.explain.hints import Decode, find_difference, find_hints
+from pcr_core.explain.history import PastPrompt, Sighting, document_order, sighting_in
+from pcr_core.explain.lookup import Lookup
+
+Reason = tuple[Verdict, str]
+
+
+def explain(lookup: Lookup, decode: Decode) -> Explanation:
+    """Explain hits and misses of a prompt and of each document in it.
+
+    Args:
+        lookup: What is known about it.
+        decode: Text of token ids, special tokens included and nothing cleaned up.
+    """
+    past = _Past(lookup)
+    earlier = past.nearest.tokens if past.nearest is not None else []
+    difference = None
+    if earlier and past.shared < len(lookup.tokens):
+        difference = find_difference(lookup.tokens, earlier, past.shared, decode)
+    reasons = _Reasons(lookup, past, difference)
+    sightings = lookup.sightings or [None] * len(lookup.spans)
+    documents = list(map(reasons.document, lookup.spans, sightings))
+    documents.sort(key=lambda part: (part.first_token, part.stop_token))
+    return Explanation(
+        prompt=reasons.prompt(),
+        documents=tuple(documents),
+        chunk_tokens=lookup.chunk_tokens,
+        difference=difference,
+        hints=tuple(find_hints(lookup, difference, earlier, decode)),
+    )
+
+
+class _Past:
+    """What is known to have been computed before.
+
+    Attributes:
+        nearest: The earlier prompt that shares the longest prefix; ``None`` if chunks
+            prove that an unknown one shared more.
+        shared: Tokens shared with ``nearest``.
+        known: Leading tokens that were certainly computed before, in this order.
+    """
+
+    def __init__(self, lookup: Lookup) -> None:
+        now = PastPrompt.of(lookup.tokens)
+        stored = [i for i, state in enumerate(lookup.states) if state != "none"]
+        last = max([*stored, *lookup.gone], default=-1)
+        proven = (last + 1) * lookup.chunk_tokens
+        nearest = max(lookup.earlier, key=now.shared_with, default=None)
+        self.shared = now.shared_with(nearest) if nearest is not None else 0
+        self.known = max(proven, self.shared)
+        self.nearest = nearest if self.shared >= proven else None
+
+
+class _Reasons:
+    """Finds the reason of the first missing chunk of a part; it speaks for the rest."""
+
+    def __init__(
+        self, lookup: Lookup, past: _Past, difference: Difference | None
+    ) -> None:
+        self._look = lookup
+        self._past = past
+        self._difference = difference
+        self._order = document_order(lookup.spans)
+
+    def prompt(self) -> Part:
+        """The prompt as a whole."""
+        return self._part("prompt", 0, len(self._look.tokens), self._new_prompt)
+
+    def document(self, span: DocumentSpan, seen: Sighting | None) -> Part:
+        """One document, and how it was seen before."""
+
+        def unseen(chunk: int) -> Reason:
+            return self._new_document(span, seen, chunk)
+
+        return self._part(span.document, span.first_token, span.stop_token, unseen)
+
+    def _part(
+        self, name: str, first: int, stop: int, unseen: Callable[[int], Reason]
+    ) -> Part:
+        size = self._look.chunk_tokens
+        read = {"dram": 0, "ssd": 0, "none": 0}
+        missing = []
+        for chunk in range(first // size, min(-(-stop // size), self._look.usable)):
+            state = self._look.states[chunk]
+            read[state] += min(stop, (chunk + 1) * size) - max(first, chunk * size)
+            if state == "none":
+                missing.append(chunk)
+        rest = stop - first - read["dram"] - read["ssd"]
+        verdict, why = self._why(missing, rest, unseen)
+        return Part(name, first, stop, read["dram"], read["ssd"], verdict, why)
+
+    def _why(
+        self, missing: list[int], rest: int, unseen: Callable[[int], Reason]
+    ) -> Reason:
+        if rest == 0:
+            return "reused", ""
+        if not missing:
+            return "end of prompt", (
+                f"the last {rest} tokens always run: a last partial chunk is not "
+                "stored, and the last token is needed"
+            )
+        chunk = missing[0]
+        if chunk in self._look.gone:
+            return "gone", self._departure(missing)
+        if (chunk + 1) * self._look.chunk_tokens <= self._past.known:
+            return "not stored", (
+                "computed before, but in no tier: still running or being written, or "
+                "there was no room"
+            )
+        return unseen(chunk)
+
+    def _departure(self, missing: list[int]) -> str:
+        size, record = self._look.chunk_tokens, self._look.gone[missing[0]]
+        when = datetime.fromtimestamp(record.when, timezone.utc).astimezone()
+        cause = f"{record.reason}, for {record.by}" if record.by else record.reason
+        text = (
+            f"tokens {missing[0] * size} to {(missing[0] + 1) * size - 1} left "
+            f"{record.tier.upper()} at {when.isoformat(' ', 'seconds')} ({cause})"
+        )
+        if len(missing) > 1:
+            text += f", first of {len(missing)} missing chunks"
+        if "budget" in record.reason:
+            text += f"; a larger {record.tier}_bytes keeps more"
+        return text
+
+    def _new_prompt(self, chunk: int) -> Reason:
+        at = self._difference
+        if at is None and self._past.known == 0:
+            return "never seen", "no earlier prompt is known that begins like this"
+        if at is None:
+            start = chunk * self._look.chunk_tokens
+            return "never seen", f"no earlier prompt is known from token {start} on"
+        if not at.then:
+            return "never seen", (
+                f"new from token {at.index} on, where the nearest earlier prompt ends"
+            )
+        return "text changed", (
+            f"it differs from the nearest earlier prompt from token {at.index} on"
+        )
+
+    def _new_document(
+        self, span: DocumentSpan, seen: Sighting | None, chunk: int
+    ) -> Reason:
+        if self._past.known >= span.stop_token:
+            start = max(span.first_token, chunk * self._look.chunk_tokens)
+            return "shared chunk", (
+                f"its last {span.stop_token - start} tokens share a chunk with the "
+                "text behind it, which is new"
+            )
+        nearest = self._past.nearest
+        near = sighting_in(nearest, span) if nearest is not None else None
+        if near is not None and (seen is None or near.text_digest == span.text_digest):
+            seen = near
+        if seen is None:
+            return "never seen", "no earlier prompt is known that holds it"
+        if seen.text_digest and seen.text_digest != span.text_digest:
+            return "text changed", "another text was seen under this id"
+        if seen.order is None:
+            return "other text before it", "seen before, behind something else"
+        return self._compare_order(span, seen.order)
+
+    def _compare_order(self, span: DocumentSpan, order: tuple[str, ...]) -> Reason:
+        now, then = _before(span, self._order), _before(span, order)
+        if now == then:
+            return "other text before it", self._text_in_front(span)
+        text = f"now it is behind {_names(now)}, then it was behind {_names(then)}"
+        common = set(self._order) & set(order)
+        kept = [one for one in self._order if one in common]
+        if kept != [one for one in order if one in common]:
+            return "order changed", f"{text}; a fixed order would be reused"
+        return "other documents before it", text
+
+    def _text_in_front(self, span: DocumentSpan) -> str:
+        at = self._difference
+        if at is None or at.index >= span.first_token:
+            return "seen before, behind other text"
+        place = next(
+            (
+                f", in document {one.document!r}"
+                for one in self._look.spans
+                if one.first_token <= at.index < one.stop_token
+            ),
+            "",
+        )
+        return f"the text differs from token {at.index} on{place}"
+
+
+def _before(span: DocumentSpan, order: tuple[str, ...]) -> tuple[str, ...]:
+    return order[: order.index(span.document)] if span.document in order else order
+
+
+def _names(documents: tuple[str, ...]) -> str:
+    if not documents:
+        return "no document"
+    shown = ", ".join(f"{one:.40}" for one in documents[-4:])
+    return f"{len(documents) - 4} others, {shown}" if len(documents) > 4 else shown

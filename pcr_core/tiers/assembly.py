@@ -1,0 +1,145 @@
+"""Puts the parts of the tiers together; each is told what it needs, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pcr_core.cost import PrefillTimes
+from pcr_core.errors import ConfigError
+from pcr_core.index.adaptive import Adaptive
+from pcr_core.index.look_ahead import LookAhead
+from pcr_core.index.prefix_tree import PrefixTree
+from pcr_core.stats import StoreCounters
+from pcr_core.tiers.chunk_file import ChunkFormat
+from pcr_core.tiers.chunk_store import ChunkStore
+from pcr_core.tiers.dram import DramTier
+from pcr_core.tiers.eviction_log import EvictionLog
+from pcr_core.tiers.forgetting import Forgetting
+from pcr_core.tiers.host_pool import HostPool
+from pcr_core.tiers.jobs import Io
+from pcr_core.tiers.load_plan import LoadPlanner
+from pcr_core.tiers.loading import Loading
+from pcr_core.tiers.no_store import Store
+from pcr_core.tiers.prefetch import Prefetcher
+from pcr_core.tiers.read_in import ReadIn
+from pcr_core.tiers.settings import TierSettings
+from pcr_core.tiers.trouble import TroubleLog
+from pcr_core.tiers.write_back import WriteBack
+
+_IN_FLIGHT = 256 * 2**20
+"""Bytes of reads made ahead at a time: enough for the time of a long prefill, during
+which nothing new is started."""
+_REMEMBERED = 65_536
+"""Chunks whose use counts are remembered after they have left every tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the tier manager shares with its parts.
+
+    Attributes:
+        stats: Counters.
+        log: Why chunks are gone.
+        prefill: How long computing takes.
+        poll: Takes in finished I/O.
+    """
+
+    stats: StoreCounters
+    log: EvictionLog
+    prefill: PrefillTimes
+    poll: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts. Engine thread only."""
+
+    format: ChunkFormat
+    tree: PrefixTree
+    adaptive: Adaptive | None
+    dram: DramTier
+    writes: WriteBack
+    reads: ReadIn
+    loading: Loading
+    prefetcher: Prefetcher
+    forgetting: Forgetting
+
+
+def assemble(
+    fmt: ChunkFormat,
+    pool: HostPool,
+    store: Store,
+    io: Io,
+    settings: TierSettings,
+    shared: Shared,
+) -> Parts:
+    """Make the parts.
+
+    Raises:
+        ConfigError: If a budget holds no chunk.
+    """
+    _check_budgets(store, fmt.file_nbytes)
+    stats, log, trouble = shared.stats, shared.log, TroubleLog()
+    policy = settings.host_policy(pool.capacity)
+    tree = PrefixTree(policy, settings.disk_policy(), remembered=_REMEMBERED)
+    dram = DramTier(pool, tree, stats, log)
+    writes = WriteBack(
+        tree,
+        dram,
+        store,
+        io,
+        fmt,
+        settings.write_policy,
+        stats=stats,
+        trouble=trouble,
+        log=log,
+    )
+    dram.save = writes.save_leaving
+    forgetting = Forgetting(
+        tree, dram, writes, store, io, stats=stats, trouble=trouble, log=log
+    )
+    reads = ReadIn(tree, dram, io, fmt, stats, trouble, writes.lost)
+    planner = LoadPlanner(
+        shared.prefill,
+        reads.times,
+        fmt.layout.chunk_tokens,
+        fmt.file_nbytes,
+        settings.longest_forward,
+    )
+    loading = Loading(
+        dram,
+        reads,
+        fmt,
+        settings.stop,
+        planner,
+        barred=forgetting.is_doomed,
+        stats=stats,
+        poll=shared.poll,
+    )
+    prefetcher = Prefetcher(
+        tree,
+        LookAhead(tree),
+        reads,
+        min(_IN_FLIGHT, pool.nbytes // 2),
+        adopt=writes.adopt,
+        identify=lambda want, index: fmt.chunk(want.keys, want.tokens, index),
+        stats=stats,
+    )
+    adaptive = policy if isinstance(policy, Adaptive) else None
+    return Parts(
+        fmt, tree, adaptive, dram, writes, reads, loading, prefetcher, forgetting
+    )
+
+
+def _check_budgets(store: Store, needed: int) -> None:
+    if not isinstance(store, ChunkStore):
+        return
+    budgets = {"ssd_bytes": store.budget_bytes, "namespace_bytes": store.quota_bytes}
+    for name, budget in budgets.items():
+        if budget is not None and budget < needed:
+            raise ConfigError(
+                f"{name} is {budget} bytes but one chunk file of this model takes "
+                f"{needed}; set it to at least {needed}, or ssd_bytes=0 to do without "
+                "the SSD tier"
+            )

@@ -1,0 +1,67 @@
+"""The SSD tier that is not there: ``ssd_bytes=0``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pcr_core.index.chunk import ChunkKey
+from pcr_core.tiers.chunk_file import ReadOutcome
+from pcr_core.tiers.chunk_index import Record
+from pcr_core.tiers.chunk_store import ChunkStore
+from pcr_core.tiers.forget_log import Forgotten
+from pcr_core.tiers.jobs import ReadJob, WriterJob
+from pcr_core.tiers.records import Contents
+
+
+class NoStore:
+    """Holds nothing and takes nothing. A stand-in for ``ChunkStore``; any thread."""
+
+    budget_bytes = 0
+    quota_bytes = None
+    tenant = b""
+
+    def used_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def records(self) -> dict[ChunkKey, Record]:
+        """Return nothing."""
+        return {}
+
+    def contents(self) -> Contents:
+        """Return nothing."""
+        return Contents({}, {}, set(), [])
+
+    def epoch(self) -> int:
+        """Return 0."""
+        return 0
+
+    def forgotten_since(self, epoch: int) -> Forgotten:
+        """Return that nothing was."""
+        return Forgotten(0, frozenset(), frozenset())
+
+    def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Record]:
+        """Return nothing."""
+        return {}
+
+    def tokens_of(self, key: ChunkKey) -> list[int]:
+        """Return nothing."""
+        return []
+
+    def read(self, job: ReadJob) -> None:
+        """Say that the chunk is not there."""
+        job.outcome = ReadOutcome.MISSING
+
+    def commit(self, jobs: Sequence[WriterJob]) -> None:
+        """Do nothing."""
+
+    def audit(self, *, fix: bool) -> list[str]:
+        """Find nothing wrong."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+Store = ChunkStore | NoStore
+"""The SSD tier, or its absence."""

@@ -1,0 +1,581 @@
+"""Explain: what hits, what does not, why, and what to change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import pcr_core
+from pcr_core.documents import Document, DocumentSpan, locate
+from pcr_core.explain.explanation import Explanation
+from pcr_core.explain.history import PastPrompt, PromptHistory, Sighting
+from pcr_core.explain.lookup import Lookup
+from pcr_core.explain.reasons import explain
+from pcr_core.index.chunk import ChunkKey, Namespace, chunk_keys
+from pcr_core.model.prompt import encode_with_offsets
+
+CHUNK = 16
+NAMESPACE = Namespace.of([])
+A = Document("a", "Anna keeps four grey geese by the old mill, and one white one.")
+B = Document("b", "Bruno mends the bridge whenever the river has carried it away.")
+C = Document("c", "Clara writes down the weather of each day in a blue notebook.")
+SYSTEM = "Answer from the documents, in one short sentence.\n\n"
+
+
+@dataclass(frozen=True)
+class Gone:
+    tier: str
+    when: float
+    reason: str
+    by: str = ""
+
+
+class Service:
+    """What an engine knows: chunks by key, how they were lost, and earlier prompts."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.chunks: dict[ChunkKey, Any] = {}
+        self.gone: dict[ChunkKey, Gone] = {}
+        self.history = PromptHistory()
+
+    def encode(self, text: str, documents: Sequence[Document]) -> tuple[Any, Any]:
+        prompt = encode_with_offsets(self.tokenizer, text)
+        return prompt.tokens, locate(prompt.text, documents, prompt.offsets)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def run(self, text: str, *documents: Document, tier: str = "dram") -> None:
+        tokens, spans = self.encode(text, documents)
+        for key in chunk_keys(NAMESPACE, tokens, CHUNK):
+            self.chunks.setdefault(key, tier)
+        self.history.add(tokens, spans)
+
+    def keys(self, text: str) -> list[ChunkKey]:
+        return chunk_keys(NAMESPACE, self.encode(text, [])[0], CHUNK)
+
+    def lookup(self, text: str, *documents: Document, **more: Any) -> Lookup:
+        tokens, spans = self.encode(text, documents)
+        keys = chunk_keys(NAMESPACE, tokens, CHUNK)
+        nearest = self.history.nearest(tokens)
+        facts: dict[str, Any] = {
+            "states": [self.chunks.get(key, "none") for key in keys],
+            "spans": spans,
+            "earlier": [nearest] if nearest else [],
+            "sightings": [self.history.sighting(span) for span in spans],
+            "gone": {i: self.gone[k] for i, k in enumerate(keys) if k in self.gone},
+        }
+        return Lookup(tokens, CHUNK, **{**facts, **more})
+
+    def explain(self, text: str, *documents: Document, **more: Any) -> Explanation:
+        return explain(self.lookup(text, *documents, **more), self.decode)
+
+
+@pytest.fixture
+def service(tiny_tokenizer: Any) -> Service:
+    return Service(tiny_tokenizer)
+
+
+def rag(*documents: Document, system: str = SYSTEM, question: str = "Who?") -> str:
+    context = "\n\n".join(document.text for document in documents)
+    return f"{system}{context}\n\nQuestion: {question}"
+
+
+def verdicts(explanation: Explanation) -> list[tuple[str, str]]:
+    return [(part.name, part.verdict) for part in explanation.documents]
+
+
+# --- hits ---
+
+
+def test_a_prompt_run_before_is_reused_to_its_last_full_chunk(service: Service) -> None:
+    service.run(rag(A, B), A, B)
+    found = service.explain(rag(A, B), A, B)
+    tokens = len(service.encode(rag(A, B), [])[0])
+    assert found.hit_tokens == tokens // CHUNK * CHUNK
+    assert found.computed_tokens == tokens % CHUNK
+    assert found.prompt.verdict == "end of prompt"
+    assert f"the last {tokens % CHUNK} tokens always run" in found.prompt.why
+    assert verdicts(found) == [("a", "reused"), ("b", "reused")]
+    assert all(part.why == "" for part in found.documents)
+    assert found.difference is None
+    assert found.hints == ()
+    assert pcr_core.Explanation is type(found)
+
+
+def test_the_last_token_runs_even_if_its_chunk_is_stored(service: Service) -> None:
+    text = "x" * (2 * CHUNK - 1)  # and a BOS
+    service.run(text)
+    assert service.explain(text).computed_tokens == CHUNK
+    assert service.explain(text, must_compute=CHUNK + 1).hit_tokens == 0
+
+
+def test_hits_are_counted_by_tier_and_document(service: Service) -> None:
+    service.run(rag(A, B), A, B, tier="ssd")
+    for key in service.keys(rag(A, B))[:6]:
+        service.chunks[key] = "dram"
+    found = service.explain(rag(A, B), A, B)
+    first = found.documents[0]
+    assert first.first_token == len(SYSTEM) + 1
+    assert first.dram_tokens == 6 * CHUNK - first.first_token
+    assert first.ssd_tokens == first.tokens - first.dram_tokens
+    assert found.documents[1].ssd_tokens == found.documents[1].tokens
+    assert found.prompt.dram_tokens == 6 * CHUNK
+
+
+def test_chunks_behind_a_hole_are_hits(service: Service) -> None:
+    service.run(rag(A, B), A, B)
+    del service.chunks[service.keys(rag(A, B))[5]]
+    found = service.explain(rag(A, B), A, B)
+    assert verdicts(found) == [("a", "not stored"), ("b", "reused")]
+    assert found.documents[0].computed_tokens == CHUNK
+    assert found.prompt.verdict == "not stored"
+
+
+# --- why not ---
+
+
+def test_never_seen(service: Service) -> None:
+    found = service.explain(rag(A, B), A, B)
+    assert verdicts(found) == [("a", "never seen"), ("b", "never seen")]
+    assert found.prompt.verdict == "never seen"
+    assert found.hit_tokens == 0
+    assert found.difference is None
+
+
+def test_another_order(service: Service) -> None:
+    service.run(rag(A, B), A, B)
+    found = service.explain(rag(B, A), A, B)
+    assert verdicts(found) == [("b", "order changed"), ("a", "order changed")]
+    assert found.documents[0].why == (
+        "now it is behind no document, then it was behind a; a fixed order would be "
+        "reused"
+    )
+    assert "behind b, then it was behind no document" in found.documents[1].why
+    assert found.hit_tokens == len(SYSTEM) // CHUNK * CHUNK  # BOS and system prompt
+
+
+def test_the_order_is_known_from_an_older_prompt(service: Service) -> None:
+    """The prompt that is most alike holds other documents."""
+    service.run(rag(A, B), A, B)
+    service.run(rag(C), C)
+    found = service.explain(rag(B, A), A, B)
+    assert verdicts(found) == [("b", "order changed"), ("a", "order changed")]
+
+
+def test_other_documents_before_it(service: Service) -> None:
+    service.run(rag(A, B), A, B)
+    found = service.explain(rag(C, B), B, C)
+    assert verdicts(found) == [
+        ("c", "never seen"),
+        ("b", "other documents before it"),
+    ]
+    assert found.documents[1].why == "now it is behind c, then it was behind a"
+
+
+def test_many_documents_are_not_all_named(service: Service) -> None:
+    many = [Document(f"d{i}", f"Text number {i} of {i * 77}.") for i in range(9)]
+    service.run(rag(B), B)
+    found = service.explain(rag(*many, B), *many, B)
+    assert "behind 5 others, d5, d6, d7, d8, then" in found.documents[-1].why
+
+
+def test_text_in_front_changed(service: Service) -> None:
+    service.run(rag(A, B), A, B)
+    found = service.explain(rag(A, B, system=SYSTEM.replace("one", "a")), A, B)
+    index = len("Answer from the documents, in ") + 1
+    assert verdicts(found) == [
+        ("a", "other text before it"),
+        ("b", "other text before it"),
+    ]
+    assert found.documents[0].why == f"the text differs from token {index} on"
+    assert found.difference is not None
+    assert found.difference.index == index
+    assert (found.difference.now, found.difference.then) == ("a", "o")
+    assert found.difference.before == "cuments, in "
+    assert found.difference.after_now == " short s"
+    assert found.difference.after_then == "ne short"
+
+
+def test_a_document_with_another_text(service: Service) -> None:
+    service.run(rag(A, B), A, B)
+    changed = Document("a", A.text.replace("four", "five"))
+    found = service.explain(rag(changed, B), changed, B)
+    assert verdicts(found) == [("a", "text changed"), ("b", "other text before it")]
+    assert found.documents[0].why == "another text was seen under this id"
+    assert found.documents[0].hit_tokens > 0
+    assert found.documents[1].why.endswith(", in document 'a'")
+
+
+def test_the_same_text_in_an_older_prompt_counts_more(service: Service) -> None:
+    """Several texts under one id, and the nearest prompt holds another one."""
+    other = Document("a", C.text)
+    service.run(rag(B, A), A, B)
+    service.run(rag(other, C), other, C)
+    assert verdicts(service.explain(rag(A), A)) == [("a", "other documents before it")]
+
+
+def test_the_end_of_a_document_shares_a_chunk_with_a_new_question(
+    service: Service,
+) -> None:
+    service.run(f"{SYSTEM}{A.text} Who keeps the grey geese by the old mill?", A)
+    text = f"{SYSTEM}{A.text} Where is the mill that the geese live by?"
+    _, spans = service.encode(text, [A])
+    found = service.explain(text, A)
+    shared = spans[0].stop_token % CHUNK
+    assert verdicts(found) == [("a", "shared chunk")]
+    assert found.documents[0].computed_tokens == shared > 0
+    assert f"its last {shared} tokens share a chunk" in found.documents[0].why
+    assert found.hints == ()
+
+
+def test_chunks_that_were_evicted(service: Service) -> None:
+    service.run(rag(A, B), A, B)
+    for key in service.keys(rag(A, B))[4:]:
+        del service.chunks[key]
+        service.gone[key] = Gone("ssd", 1_700_000_000.0, "ssd budget", "document c")
+    found = service.explain(rag(A, B), A, B)
+    assert verdicts(found) == [("a", "gone"), ("b", "gone")]
+    why = found.documents[0].why
+    assert why.startswith("tokens 64 to 79 left SSD at 2023-11-1")
+    assert "(ssd budget, for document c), first of 4 missing chunks; a larger" in why
+    assert why.endswith("ssd_bytes keeps more")
+
+
+def test_chunks_that_were_removed_on_purpose(service: Service) -> None:
+    service.run(rag(A), A)
+    key = service.keys(rag(A))[4]
+    del service.chunks[key]
+    service.gone[key] = Gone("dram", 1_700_000_000.0, "forgotten by request")
+    why = service.explain(rag(A), A).documents[0].why
+    assert why.endswith("(forgotten by request)")
+
+
+# --- after a restart ---
+
+
+def test_the_difference_is_known_from_a_stored_chunk(service: Service) -> None:
+    """History is empty; a chunk with the same parent is on SSD."""
+    service.run(rag(A, B), A, B, tier="ssd")
+    tokens, _ = service.encode(rag(A, B), [])
+    service.history = PromptHistory()
+    now = rag(A, C)
+    states = service.lookup(now).states
+    missing = states.index("none")
+    start = missing * CHUNK
+    sibling = PastPrompt.of(tokens[: start + CHUNK])
+    found = service.explain(now, A, C, earlier=[sibling])
+    assert found.difference is not None
+    assert (found.difference.now, found.difference.then) == ("C", "B")
+    assert found.documents[1].verdict == "never seen"
+
+
+@pytest.mark.parametrize(
+    ("seen", "verdict"),
+    [
+        (Sighting(None), "other text before it"),
+        (Sighting(("a", "b")), "order changed"),
+        (Sighting(("c", "b")), "other documents before it"),
+        (Sighting(("b",)), "other text before it"),
+        (Sighting(("b",), b"other text"), "text changed"),
+    ],
+)
+def test_what_is_known_of_a_document(service, seen, verdict) -> None:
+    found = service.explain(rag(B, A), A, B, sightings=[seen, None])
+    assert found.documents[0].verdict == verdict
+    assert found.documents[0].why
+
+
+def test_an_earlier_prompt_is_ignored_where_chunks_prove_more(service: Service) -> None:
+    service.run(rag(A, B), A, B)
+    far = PastPrompt.of(service.encode("Answer quickly!", [])[0])
+    found = service.explain(rag(A, C), A, C, earlier=[far])
+    assert found.difference is None
+    assert found.prompt.verdict == "never seen"
+    assert "no earlier prompt is known from token" in found.prompt.why
+    near = PastPrompt.of(service.encode(rag(A, B), [])[0])
+    both = service.explain(rag(A, C), A, C, earlier=[far, near])
+    assert both.difference is not None
+    assert both.difference.now == "C"
+
+
+# --- without documents ---
+
+
+def test_a_prompt_that_goes_on_where_another_ended(service: Service) -> None:
+    service.run("One two three.")
+    found = service.explain("One two three. Four five six seven eight.")
+    assert found.prompt.verdict == "never seen"
+    assert found.prompt.why == (
+        "new from token 15 on, where the nearest earlier prompt ends"
+    )
+    assert found.difference is not None
+    assert (found.difference.now, found.difference.then) == (" ", "")
+    assert "the earlier prompt ends here" in str(found)
+
+
+def test_a_prompt_that_is_the_beginning_of_another(service: Service) -> None:
+    service.run("One two three. Four five six seven eight.")
+    found = service.explain("One two three. Four five six")
+    assert found.difference is None
+    assert found.prompt.verdict == "end of prompt"
+
+
+def test_a_prompt_that_differs(service: Service) -> None:
+    service.run("One two three. Four five six seven eight.")
+    found = service.explain("One too three. Four five six seven eight.")
+    assert found.prompt.verdict == "text changed"
+    assert found.prompt.why.endswith("from token 6 on")
+
+
+# --- hints ---
+
+
+def dated(day: int) -> str:
+    return f"You are helpful. Today is 2025-03-{day:02d}. {SYSTEM}"
+
+
+def test_a_date_that_changed(service: Service) -> None:
+    service.run(rag(A, B, system=dated(3)), A, B)
+    found = service.explain(rag(A, B, system=dated(4)), A, B)
+    assert found.difference is not None
+    assert found.hints == (
+        f"the prompt changes at token {found.difference.index}, in what looks like a "
+        "date: '2025-03-04' (it was '2025-03-03'); move it behind the documents",
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "name"),
+    [
+        ("Request 41.", "Request 42.", "a counter: 'Request 42'"),
+        ("user_id: u1.", "user_id: u2.", "an id: 'user_id: u2'"),
+        ("Now 10:15:32.", "Now 10:15:59.", "a time: '10:15:59'"),
+    ],
+)
+def test_other_things_that_changed(service, before, now, name) -> None:
+    service.run(rag(A, system=f"{before} {SYSTEM}"), A)
+    (hint,) = service.explain(rag(A, system=f"{now} {SYSTEM}"), A).hints
+    assert name in hint
+    assert "(it was" in hint
+
+
+def test_an_early_date_before_anything_was_run(service: Service) -> None:
+    (hint,) = service.explain(rag(A, system=dated(3)), A).hints
+    assert hint == (
+        "'2025-03-03' at token 27 looks like a date: when it changes, everything "
+        "behind it is computed again; move it behind the documents"
+    )
+    (hint,) = service.explain("Today is 2025-03-03. " + "x" * 40).hints
+    assert hint.endswith("move it to the end of the prompt")
+
+
+def test_what_another_request_shares_is_steady_but_for_dates(service: Service) -> None:
+    system = f"Ticket 4711 of 2025-03-03. {SYSTEM}"
+    assert len(service.explain(rag(A, system=system), A).hints) == 2
+    service.run(rag(B, system=system), B)
+    (hint,) = service.explain(rag(A, system=system), A).hints
+    assert "'2025-03-03'" in hint
+
+
+def test_no_more_than_three_hints(service: Service) -> None:
+    system = "Turn 7, request 8, 2025-03-03, 10:15:32, user_id: u1. "
+    assert len(service.explain(rag(A, system=system), A).hints) == 3
+
+
+def test_dates_in_documents_and_questions_are_no_alarm(service: Service) -> None:
+    old, new = (Document("d", f"{C.text} On {day} May 1911.") for day in (3, 4))
+    service.run(rag(old, B, question="On 3 May 2025?"), old, B)
+    assert service.explain(rag(new, B), new, B).hints == ()
+    assert service.explain(rag(old, B, question="On 4 May 2025?"), old, B).hints == ()
+
+
+def test_a_date_where_nothing_can_be_reused_is_no_alarm(service: Service) -> None:
+    assert service.explain("3 May 2025").hints == ()
+    service.run("x" * 100 + " 3 May 2025")
+    assert service.explain("x" * 100 + " 4 May 2025").hints == ()
+
+
+def test_the_same_text_in_other_tokens(service: Service) -> None:
+    import tokenizers
+
+    tokenizer = copy.deepcopy(service.tokenizer)
+    alphabet = tokenizer.get_vocab()
+    vocab = {token: i for token, i in alphabet.items() if i < 256} | {"ab": 256}
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[("a", "b")]))
+    raw.decoder = tokenizers.decoders.ByteLevel()
+    one, other = [vocab["x"]] * 4 + [256], [vocab["x"]] * 4 + [vocab["a"], vocab["b"]]
+    rest = [vocab["y"]] * 60
+    look = Lookup(
+        one + rest, CHUNK, ["none"] * 4, earlier=[PastPrompt.of(other + rest)]
+    )
+    found = explain(look, raw.decode)
+    (hint,) = found.hints
+    assert hint.startswith("the same text was cut into other tokens at token 4")
+
+
+# --- text of tokens ---
+
+
+def test_a_character_is_shown_whole(service: Service) -> None:
+    """😀 and 😁 differ in the last of four bytes."""
+    service.run("Smile 😀, please, and again.")
+    found = service.explain("Smile 😁, please, and again.")
+    at = found.difference
+    assert at is not None
+    assert at.index == 1 + 6 + 3
+    assert (at.before, at.now, at.then) == ("<|bos|>Smile ", "😁", "😀")
+    assert at.after_now == at.after_then == ", please"
+
+
+def test_bytes_that_are_no_text(service: Service) -> None:
+    tokens = [200, 201] * 20
+    look = Lookup(tokens, CHUNK, ["none"] * 2, earlier=[PastPrompt.of([200, 201, 202])])
+    found = explain(look, service.decode)
+    assert found.difference is not None
+    assert found.difference.index == 2
+
+
+# --- the table ---
+
+
+def test_the_table(service: Service) -> None:
+    service.run(rag(A, B, system=dated(3)), A, B)
+    text = str(service.explain(rag(A, B, system=dated(4)), A, B))
+    assert text.splitlines() == [
+        "prompt            232 tokens, 14 full chunks of 16",
+        "reused            32 of 232 (14%): 32 DRAM, 0 SSD",
+        "computed          200; text changed: it differs from the nearest earlier "
+        "prompt from token 36 on",
+        "document a        tokens 90 to 151: reused 0 of 62 (0%); other text before "
+        "it: the text differs from token 36 on",
+        "document b        tokens 154 to 215: reused 0 of 62 (0%); other text before "
+        "it: the text differs from token 36 on",
+        "first difference  token 36, after 'is 2025-03-0'",
+        "  it is           '4', then '. Answer'",
+        "  it was          '3', then '. Answer'",
+        "hint              the prompt changes at token 36, in what looks like a date: "
+        "'2025-03-04' (it was '2025-03-03'); move it behind the documents",
+    ]
+
+
+def test_white_space_is_visible(service: Service) -> None:
+    service.run("one\ttwo and three and four")
+    found = str(service.explain("one\n\ttwo and three and four"))
+    assert r"'\n', then '\ttwo and'" in found
+
+
+def test_names_fit_into_the_table(service: Service) -> None:
+    names = ["<b>", "x" * 100, "one\ntwo"]
+    documents = [Document(name, A.text) for name in names]
+    found = service.explain(rag(A), *documents)
+    html = found._repr_html_()
+    assert "document &lt;b&gt;" in html
+    assert "<b>" not in html
+    assert f"document {'x' * 37}..." in str(found)
+    assert r"document 'one\ntwo'" in str(found)
+    assert [part.name for part in found.documents] == names
+
+
+# --- a real tokenizer ---
+
+
+def test_with_a_real_tokenizer(smollm2_dir: Any) -> None:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_dir)
+    service = Service(tokenizer)
+    service.run(rag(A, B, C, system="Today is Monday, 3 March 2025. "), A, B, C)
+    found = service.explain(
+        rag(A, C, B, system="Today is Tuesday, 4 March 2025. "), A, B, C
+    )
+    assert verdicts(found) == [
+        ("a", "other text before it"),
+        ("c", "order changed"),
+        ("b", "order changed"),
+    ]
+    assert found.difference is not None
+    assert (found.difference.now, found.difference.then) == (" Tuesday", " Monday")
+    assert "(it was 'Monday, 3 March 2025')" in found.hints[0]
+
+
+# --- anything at all ---
+
+
+def test_states_must_fit() -> None:
+    with pytest.raises(ValueError, match="1 states do not fit 2 full chunks"):
+        Lookup([1] * 35, 16, ["none"])
+    with pytest.raises(ValueError, match="1 sightings do not fit 0 spans"):
+        Lookup([1], 16, [], sightings=[None])
+
+
+@st.composite
+def lookups(draw: st.DrawFn) -> Lookup:
+    token = st.integers(97, 99)
+    tokens = draw(st.lists(token, min_size=1, max_size=20))
+    full = len(tokens) // 4
+    names = st.sampled_from(["a", "b", "c"])
+    place = st.integers(0, len(tokens) - 1)
+
+    def span(first: int, last: int, name: str) -> DocumentSpan:
+        return DocumentSpan(name, min(first, last), max(first, last) + 1, b"t")
+
+    spans = st.lists(st.builds(span, place, place, names), max_size=3)
+    found = draw(spans)
+    order = st.none() | st.lists(names, unique=True).map(tuple)
+    digest = st.sampled_from([b"", b"t", b"u"])
+    sightings = st.lists(
+        st.none() | st.builds(Sighting, order, digest),
+        min_size=len(found),
+        max_size=len(found),
+    )
+    return Lookup(
+        tokens,
+        4,
+        draw(
+            st.lists(
+                st.sampled_from(["none", "dram", "ssd"]), min_size=full, max_size=full
+            )
+        ),
+        must_compute=draw(st.integers(1, 5)),
+        spans=found,
+        earlier=draw(
+            st.lists(st.builds(PastPrompt.of, st.lists(token, max_size=20), spans))
+        ),
+        sightings=draw(st.sampled_from([[], draw(sightings)])),
+        gone={
+            i: Gone("ssd", 1.0, "ssd budget")
+            for i in draw(st.sets(st.integers(0, max(0, full - 1))))
+            if full
+        },
+    )
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lookups())
+def test_numbers_add_up_for_anything(service: Service, lookup: Lookup) -> None:
+    found = explain(lookup, service.decode)
+    readable = lookup.states[: lookup.usable]
+    assert found.prompt.dram_tokens == 4 * readable.count("dram")
+    assert found.prompt.ssd_tokens == 4 * readable.count("ssd")
+    assert found.computed_tokens >= min(lookup.must_compute, len(lookup.tokens))
+    assert len(found.documents) == len(lookup.spans)
+    for part in (found.prompt, *found.documents):
+        reused = [
+            readable[i // 4]
+            for i in range(part.first_token, part.stop_token)
+            if i // 4 < len(readable) and readable[i // 4] != "none"
+        ]
+        assert part.dram_tokens == reused.count("dram")
+        assert part.ssd_tokens == reused.count("ssd")
+        assert (part.verdict == "reused") == (part.computed_tokens == 0)
+        assert (part.why == "") == (part.verdict == "reused")
+    assert str(found).count("\n") == len(found.rows()) - 1

@@ -1,0 +1,349 @@
+"""Reads ahead of a queue: order, bounds, cancelling, and what they hide.
+
+Times are virtual: a store of declared bandwidth and requests of declared compute time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pcr_core.index.node import Host
+from pcr_core.tiers import stop_policy
+from tests.tiers.conftest import LAYOUT, keys_of, prompt
+from tests.tiers.virtual import VirtualIo, VirtualTime
+
+CHUNK_SECONDS = 1.0
+BANDWIDTH = LAYOUT.nbytes / CHUNK_SECONDS
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request in the queue."""
+
+    tokens: list[int]
+
+    @property
+    def keys(self):
+        return keys_of(self.tokens)
+
+    @property
+    def usable(self):
+        return (len(self.tokens) - 1) // LAYOUT.chunk_tokens
+
+
+def question(*chunks: int) -> Waiting:
+    return Waiting([*prompt(*chunks), 1])
+
+
+class World:
+    """A manager over a slow virtual disk, with prompts that are on it already."""
+
+    def __init__(self, kit, stored, *, slots=64, bandwidth=BANDWIDTH, **settings):
+        self.kit = kit
+        self.time = VirtualTime()
+        first = kit.manager(slots=64, ssd_chunks=200)
+        for one in stored:
+            kit.serve(first, one.tokens)
+        first.close()
+        made: list[VirtualIo] = []
+
+        def io(store):
+            made.append(VirtualIo(store, self.time, bandwidth=bandwidth))
+            return made[-1]
+
+        self.manager = kit.manager(slots=slots, ssd_chunks=200, io=io, **settings)
+        self.io = made[0]
+
+    def look(self, *queue: Waiting) -> None:
+        self.manager.poll()
+        self.manager.look_ahead(queue)
+
+    def run(self, request: Waiting, compute: float = 0.0) -> SimpleNamespace:
+        """Serve a request; returns its tiers and the read time it was exposed to."""
+        before = self.io.waited
+        self.manager.poll()
+        with self.manager.lease(request.keys, request.tokens, request.usable) as lease:
+            lease.wait()
+            for index, slot in lease.sources.items():
+                assert bytes(slot.view) == self.kit.content(request.keys[index])
+            for index, slot in lease.sinks.items():
+                slot.view[:] = self.kit.content(request.keys[index])
+                lease.filled(index)
+            self.time.now += compute
+            tiers = dict(lease.tiers)
+        exposed = self.io.waited - before
+        return SimpleNamespace(tiers=tiers, exposed=exposed)
+
+    def in_dram(self, request: Waiting) -> list[bool]:
+        self.manager.poll()
+        return [state == "dram" for state in self.manager.match(request.keys)]
+
+
+def test_nearest_request_first_and_root_first(kit):
+    near, far = question(1, 2, 3), question(7, 8)
+    world = World(kit, [far, near])
+    world.look(near, far)
+    world.time.now += 10
+    world.manager.poll()
+    assert world.io.order == [*near.keys, *far.keys]
+    assert world.in_dram(near) == [True] * 3
+    assert world.in_dram(far) == [True] * 2
+
+
+def test_only_what_is_missing_is_read(kit):
+    request = question(1, 2, 3, 4)
+    world = World(kit, [request])
+    world.run(question(1, 2))
+    before = world.manager.snapshot().read
+    world.look(request)
+    world.time.now += 10
+    world.manager.poll()
+    assert world.manager.snapshot().read - before == 2
+    assert world.manager.snapshot().prefetch_issued == 2
+
+
+def test_a_shared_prefix_is_read_once(kit):
+    one, two = question(1, 2, 3), question(1, 2, 4)
+    world = World(kit, [one, two])
+    world.look(one, two)
+    world.time.now += 10
+    world.look(one, two)
+    assert world.manager.snapshot().read == 4
+
+
+def test_a_request_that_goes_takes_its_reads_with_it(kit):
+    one, two = question(1, 2, 3), question(4, 5, 6)
+    world = World(kit, [one, two])
+    world.look(one, two)
+    world.time.now += 1.5  # the first chunk is there, the second is being read
+    world.look(two)
+    world.time.now += 10
+    world.look(two)
+    assert world.in_dram(one) == [True, True, False]
+    assert world.in_dram(two) == [True] * 3
+    assert world.manager.snapshot().prefetch_cancelled == 1
+    assert world.manager.check().ok
+
+
+def test_a_cancelled_request_keeps_the_reads_that_another_needs(kit):
+    one, two = question(1, 2, 3), question(1, 2, 3)
+    world = World(kit, [one])
+    world.look(one, two)
+    world.look(two)
+    world.time.now += 10
+    assert world.in_dram(two) == [True] * 3
+    assert world.manager.snapshot().prefetch_cancelled == 0
+
+
+def test_three_chunks_wanted_and_two_slots_free_cost_one_victim(kit):
+    request = question(1, 2, 3)
+    world = World(kit, [request, question(9, 8, 7, 6)], slots=6)
+    world.run(question(9, 8, 7, 6))
+    world.look(request)
+    world.time.now += 10
+    assert world.in_dram(request) == [True] * 3
+    assert world.manager.snapshot().dram_evictions == 1
+
+
+def test_far_requests_do_not_evict_what_near_ones_need(kit):
+    near, far = question(1, 2, 3), question(4, 5, 6)
+    world = World(kit, [near, far], slots=4)
+    for _ in range(8):
+        world.look(near, far)
+        world.time.now += 3
+    assert world.in_dram(near) == [True] * 3
+    assert world.run(near).tiers == {0: "ssd", 1: "ssd", 2: "ssd"}
+
+
+def test_what_waits_is_not_evicted_by_what_runs(kit):
+    waiting = question(1, 2, 3)
+    world = World(kit, [waiting], slots=6)
+    world.look(waiting)
+    world.time.now += 10
+    for number in range(20, 50, 3):  # ten others run first
+        world.look(waiting)
+        world.run(question(number, number + 1, number + 2))
+    assert world.run(waiting).exposed == 0.0
+    assert world.manager.snapshot().prefetch_wasted == 0
+
+
+def test_a_chunk_evicted_while_its_request_waits_is_fetched_again(kit):
+    waiting = question(1, 2, 3)
+    world = World(kit, [waiting, question(4, 5, 6, 7)], slots=4)
+    world.look(waiting)
+    world.time.now += 10
+    world.run(question(4, 5, 6, 7))  # takes every slot
+    assert not all(world.in_dram(waiting))
+    for _ in range(3):
+        world.look(waiting)
+        world.time.now += 10
+    assert all(world.in_dram(waiting))
+
+
+def test_a_prefetched_chunk_counts_as_found_on_ssd_once(kit):
+    request = question(1, 2)
+    world = World(kit, [request])
+    world.look(request)
+    world.time.now += 10
+    assert set(world.run(request).tiers.values()) == {"ssd"}
+    assert set(world.run(request).tiers.values()) == {"dram"}
+    stats = world.manager.snapshot()
+    assert (stats.prefetch_issued, stats.prefetch_used) == (2, 2)
+
+
+def test_off_reads_nothing_ahead(kit):
+    request = question(1, 2, 3)
+    world = World(kit, [request], stop=stop_policy("off", 1.0))
+    world.look(request)
+    world.time.now += 10
+    assert world.manager.snapshot().read == 0
+    assert world.run(request).exposed == pytest.approx(3 * CHUNK_SECONDS)
+
+
+def test_a_running_request_overtakes_reads_made_ahead(kit):
+    waiting, running = question(1, 2, 3), question(4, 5)
+    world = World(kit, [waiting, running])
+    world.look(waiting)
+    assert world.run(running).exposed == pytest.approx(3 * CHUNK_SECONDS)  # 1 had begun
+    assert world.io.order[:3] == [waiting.keys[0], *running.keys]
+
+
+def test_a_hint_is_fetched_protected_and_used_up(kit):
+    hinted = question(1, 2, 3)
+    world = World(kit, [hinted], slots=6)
+    world.manager.hint(hinted)
+    world.look()
+    world.time.now += 10
+    for number in range(20, 40, 2):
+        world.look()
+        world.run(question(number, number + 1))
+    assert all(world.in_dram(hinted))
+    world.run(question(1, 2, 3, 4))
+    for number in range(50, 70, 2):
+        world.look()
+        world.run(question(number, number + 1))
+    assert not any(world.in_dram(hinted))
+
+
+def test_newer_hints_push_old_ones_out(kit):
+    hints = [question(number) for number in range(17)]
+    world = World(kit, hints, slots=64)
+    for hint in hints:
+        world.manager.hint(hint)
+    assert len(world.manager._hints) == 16
+    assert hints[0] not in list(world.manager._hints)
+
+
+def test_wait_complete_waits_although_computing_is_faster(kit):
+    request = question(1, 2, 3)
+    world = World(kit, [request], stop=stop_policy("wait_complete", 1.0))
+    _computing_is_fast(world.manager)
+    assert set(world.run(request).tiers.values()) == {"ssd"}
+
+
+def test_best_effort_computes_where_that_is_faster(kit):
+    request = question(1, 2, 3)
+    world = World(kit, [request, question(9)], stop=stop_policy("best_effort", 1.0))
+    _computing_is_fast(world.manager)
+    found = world.run(request)
+    assert found.tiers == {}
+    assert found.exposed == 0.0
+    assert world.manager.snapshot().recomputed == 3
+    assert world.manager.snapshot().ssd_chunks == 4  # still there, not written again
+    assert world.manager.snapshot().written == 0
+
+
+def test_timeout_waits_for_so_long_and_computes_the_rest(kit):
+    request = question(1, 2, 3, 4)
+    world = World(kit, [request], stop=stop_policy("timeout", 2.5))
+    # Loading measures real time, which stands still here: each wait may take it all.
+    found = world.run(request)
+    assert world.manager.check().ok
+    assert found.tiers
+    assert world.in_dram(request) == [True] * 4
+
+
+def _computing_is_fast(manager) -> None:
+    for _ in range(8):
+        manager.prefill_times.observe(0, 64, 64e-6)
+        manager._reads.times.observe(LAYOUT.nbytes, CHUNK_SECONDS)
+
+
+def test_a_read_that_hangs_costs_its_chunk_only(kit, monkeypatch):
+    request = question(1, 2, 3)
+    world = World(kit, [request])
+    world.io._latency = 1e6
+    found = world.run(request)
+    assert 0 not in found.tiers
+    assert world.manager.snapshot().read_timeouts >= 1
+    world.io._latency = 0.0
+    world.time.now += 1e7
+    assert world.in_dram(request)[0]
+    assert world.manager.check().ok
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=8),
+    compute=st.lists(st.floats(0.1, 8.0), min_size=8, max_size=8),
+    window=st.integers(1, 8),
+)
+def test_reading_is_hidden_for_every_request_that_waited_long_enough(
+    tmp_path_factory, sizes, compute, window
+):
+    with _fresh_kit(tmp_path_factory) as kit:
+        requests = [
+            question(*range(100 * n, 100 * n + size)) for n, size in enumerate(sizes)
+        ]
+        world = World(kit, requests)
+        queue = list(requests)
+        entered: dict[Waiting, tuple[float, float]] = {}
+        outstanding = 0.0  # when the reader will have done all that was asked for
+        while queue:
+            for request in queue[:window]:
+                if request not in entered:
+                    start = max(outstanding, world.time.now)
+                    outstanding = start + len(request.keys) * CHUNK_SECONDS
+                    entered[request] = (world.time.now, outstanding)
+            world.look(*queue[:window])
+            request = queue.pop(0)
+            _, ready = entered[request]
+            late = max(0.0, ready - world.time.now)
+            assert world.run(request, compute[len(queue)]).exposed <= late + 1e-9
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_with_an_empty_queue_prefetch_costs_nothing(tmp_path_factory, sizes):
+    exposed = []
+    for name in ("off", "best_effort"):
+        with _fresh_kit(tmp_path_factory) as kit:
+            requests = [
+                question(*range(100 * n, 100 * n + size))
+                for n, size in enumerate(sizes)
+            ]
+            world = World(kit, requests, stop=stop_policy(name, 1.0))
+            for request in requests:
+                world.look(request)
+                exposed.append(world.run(request, 1.0).exposed)
+    on_demand, ahead = exposed[: len(sizes)], exposed[len(sizes) :]
+    assert sum(ahead) <= sum(on_demand) * 1.05
+
+
+def _fresh_kit(tmp_path_factory):
+    from tests.tiers.conftest import open_kit
+
+    return open_kit(tmp_path_factory.mktemp("prefetch"))
+
+
+def test_filling_chunks_are_never_victims(kit):
+    one, two = question(1, 2), question(3, 4)
+    world = World(kit, [one, two], slots=3)
+    world.look(one, two)
+    filling = [n for n in world.manager._tree.nodes() if n.host is Host.FILLING]
+    assert 1 <= len(filling) <= 3
+    world.run(question(50, 51, 52))
+    assert world.manager.check().ok
