@@ -39,7 +39,6 @@ _MAP_BYTES = 4 * 2**30
 open: resizing under other processes is what corrupts LMDB maps."""
 _MAX_READERS = 1024
 _DATA_FILE = "data.mdb"
-_TRIAL = b"trial"
 
 
 class IndexTroubleError(OSError):
@@ -71,11 +70,14 @@ class ChunkIndex:
                 opened.callback(self.lock.close)
                 self._writer = WriteLock(folder)
                 opened.callback(self._writer.close)
-                with self._writer.turn():
+                with self._writer.turn() as turn:
                     self._env = _open_environment(folder / INDEX_FOLDER)
                     opened.callback(self._env.close)
-                    self._tables = _open_tables(self._env, folder / INDEX_FOLDER)
-                self._identity = self._on_disk()
+                    self._identity = self._on_disk()
+                    self._check_length(may_be_short=turn.unclean)
+                    with self._env.begin(write=True) as txn:
+                        self._tables = Tables.open(self._env, txn)
+                    self._pad()
             except (lmdb.Error, OSError) as error:
                 raise StoreError(
                     f"the index in {folder / INDEX_FOLDER} cannot be opened ({error}); "
@@ -191,6 +193,7 @@ class ChunkIndex:
             transaction = IndexTransaction(txn, self._tables)
             yield transaction
             transaction.finish()
+        self._pad()
 
     @contextmanager
     def _read(self) -> Iterator[lmdb.Transaction]:
@@ -198,9 +201,46 @@ class ChunkIndex:
         with _translated(), self._env.begin() as txn:
             yield txn
 
+    @property
+    def _file(self) -> Path:
+        return self._folder / INDEX_FOLDER / _DATA_FILE
+
     def _on_disk(self) -> tuple[int, int]:
-        stat = os.stat(self._folder / INDEX_FOLDER / _DATA_FILE)
+        stat = self._file.stat()
         return stat.st_dev, stat.st_ino
+
+    def _wanted_length(self) -> int:
+        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
+
+    def _check_length(self, *, may_be_short: bool) -> None:
+        """Before any page is touched: are they all there?
+
+        To touch a mapped page behind the end of its file kills the process (SIGBUS).
+
+        Args:
+            may_be_short: The last writer died between its commit and ``_pad``.
+
+        Raises:
+            IndexTroubleError: If the file was cut short.
+        """
+        wanted, length = self._wanted_length(), self._file.stat().st_size
+        if wanted > _MAP_BYTES or (length < wanted and not may_be_short):
+            raise IndexTroubleError(
+                f"{_DATA_FILE} is damaged: it has {length} bytes instead of {wanted}"
+            )
+        self._pad()
+
+    def _pad(self) -> None:
+        """Make the file as long as LMDB says it is.
+
+        LMDB does not write pages that one transaction both took and gave up. It never
+        reads them either, but a file that ends before them looks like one cut short.
+        """
+        wanted = self._wanted_length()
+        if self._file.stat().st_size < wanted:
+            with open(self._file, "r+b") as file:
+                file.truncate(wanted)
+                os.fsync(file.fileno())
 
 
 def _open_environment(folder: Path) -> lmdb.Environment:
@@ -212,41 +252,6 @@ def _open_environment(folder: Path) -> lmdb.Environment:
     )
     env.reader_check()
     return env
-
-
-def _open_tables(env: lmdb.Environment, folder: Path) -> Tables:
-    """Open the tables of an index whose file may have been cut short.
-
-    To touch a mapped page behind the end of its file kills the process (SIGBUS). LMDB
-    leaves pages unwritten that one transaction took and gave up again, so a good file
-    may be short, too. As zeros, such pages are never met, and pages that were cut off
-    are errors that LMDB reports.
-    """
-    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    if needed > _MAP_BYTES:
-        raise IndexTroubleError(f"{_DATA_FILE} is damaged")
-    short = (folder / _DATA_FILE).stat().st_size < needed
-    if short:
-        os.truncate(folder / _DATA_FILE, needed)
-    with env.begin(write=True) as txn:
-        tables = Tables.open(env, txn)
-        if short:
-            _visit_all(txn, tables)
-    return tables
-
-
-def _visit_all(txn: lmdb.Transaction, tables: Tables) -> None:
-    """Read every entry, and write one, which needs the list of free pages.
-
-    Raises:
-        lmdb.Error: If a page is damaged.
-    """
-    for table in tables:
-        with txn.cursor(db=table) as cursor:
-            for _ in cursor:
-                pass
-    txn.put(_TRIAL, _TRIAL, db=tables.numbers)
-    txn.delete(_TRIAL, db=tables.numbers)
 
 
 @contextmanager

@@ -130,7 +130,7 @@ class CommitGroup:
     def _has_room(self, txn: IndexTransaction, size: int, old: Record | None) -> bool:
         limits = self._limits
         freed = old.size if old is not None else 0
-        if txn.used - freed + self._stray_bytes + size > limits.budget:
+        if txn.is_full() or txn.used - freed + self._stray_bytes + size > limits.budget:
             return False
         if limits.quota is None:
             return True

@@ -19,6 +19,9 @@ from pcr_core.tiers.forget_log import ForgetLog
 from pcr_core.tiers.tables import Tables, number
 
 TOTAL = b"bytes"
+MAX_RECORDS = 5_000_000
+"""They fill about half of the index's address space. The rest is for removing: that
+takes pages, too, and must never be what fails."""
 _TENANT = b"tenant:"
 
 
@@ -107,6 +110,10 @@ class IndexTransaction:
     def contents(self) -> Contents:
         """Every record."""
         return read_contents(self._txn, self._tables)
+
+    def is_full(self) -> bool:
+        """Whether there are as many records as the index takes."""
+        return int(self._txn.stat(self._tables.records)["entries"]) >= MAX_RECORDS
 
     def tenant_bytes(self, tenant: bytes) -> int:
         """Bytes of the files of one tenant."""
