@@ -118,9 +118,7 @@ def main() -> None:
         assert {one["chunks"] for one in rounds} == {chunks}
         results[str(chunks)] = rounds
         both = Spread.of([one["store"] + one["manager"] for one in rounds])
-        parts = [
-            Spread.of([one[n] for one in rounds]).ms() for n in ("store", "manager")
-        ]
+        parts = [Spread.of([one[name] for one in rounds]).ms() for name in PARTS]
         sizes = [Spread.of([one[n] for one in rounds]).median for n in ("kept", "peak")]
         per_chunk = [f"{size / chunks:.0f}" for size in (*sizes, index)]
         rows.append([f"{chunks}", both.ms(), *parts, *per_chunk])
