@@ -32,6 +32,7 @@ LAYOUT = ChunkLayout((LayerShape(3, 64, 64),) * 30, 64, "BF16", 2)
 NAMESPACE = Namespace.of([("benchmark", b"store_open")])
 FORMAT = ChunkFormat(LAYOUT, NAMESPACE)
 PATH_CHUNKS = 20
+PARTS = ("store", "manager", "cpu")
 BUDGET = 2**60
 
 
@@ -67,16 +68,19 @@ def memory(name: str) -> int:
 def open_once(folder: Path) -> dict[str, float]:
     gc.collect()
     before, resident = memory("RssAnon"), memory("VmRSS")
+    cpu = time.process_time()
     start = time.perf_counter()
     store = ChunkStore(folder, BUDGET)
     opened = time.perf_counter()
     pool = HostPool(LAYOUT, LAYOUT.nbytes)
     manager = TierManager(LAYOUT, NAMESPACE, pool, store, InlineIo(store))
     ready = time.perf_counter()
+    cpu = time.process_time() - cpu
     gc.collect()
     figures = {
         "store": opened - start,
         "manager": ready - opened,
+        "cpu": cpu,
         "kept": memory("RssAnon") - before,
         "peak": memory("VmHWM") - resident,
         "chunks": manager.snapshot().ssd_chunks,
@@ -114,14 +118,12 @@ def main() -> None:
         assert {one["chunks"] for one in rounds} == {chunks}
         results[str(chunks)] = rounds
         both = Spread.of([one["store"] + one["manager"] for one in rounds])
-        parts = [
-            Spread.of([one[n] for one in rounds]).ms() for n in ("store", "manager")
-        ]
+        parts = [Spread.of([one[name] for one in rounds]).ms() for name in PARTS]
         sizes = [Spread.of([one[n] for one in rounds]).median for n in ("kept", "peak")]
         per_chunk = [f"{size / chunks:.0f}" for size in (*sizes, index)]
         rows.append([f"{chunks}", both.ms(), *parts, *per_chunk])
     print("ms: median (quartiles); memory in bytes per chunk")
-    head = ("chunks", "open", "of it store", "tier manager", "kept", "peak", "index")
+    head = ("chunks", "open", "store", "manager", "CPU time", "kept", "peak", "index")
     print_table(head, rows)
     write_json(options.json, results)
 

@@ -25,7 +25,7 @@ from pcr_core.tiers.commit_group import CommitGroup
 from pcr_core.tiers.files import Files
 from pcr_core.tiers.folder import CHUNK_FOLDER, prepare_folder
 from pcr_core.tiers.forget_log import Forgotten
-from pcr_core.tiers.jobs import ReadJob, WriterJob
+from pcr_core.tiers.jobs import DocumentJob, ReadJob, WriterJob
 from pcr_core.tiers.records import Contents, IndexTransaction
 from pcr_core.tiers.recovery import Limits, recover, shrink
 from pcr_core.tiers.store_audit import audit_store
@@ -36,8 +36,8 @@ _TENANT_BYTES = 16
 class ChunkStore:
     """Chunk files plus index in one folder.
 
-    Everything may be called from any thread; ``commit`` and opening wait for their turn
-    at writing, nothing else does.
+    Everything may be called from any thread, ``commit`` from one. It, opening and
+    ``audit`` wait for their turn at writing; nothing else does.
 
     Args:
         cache_dir: The folder; created when missing.
@@ -76,6 +76,7 @@ class ChunkStore:
         self._index = ChunkIndex.acquire(cache_dir)
         self._lost = False
         self._closed = False
+        self._unregistered: list[DocumentJob] = []
         self._opened: tuple[int, Contents] | None = None
         try:
             self._open()
@@ -168,20 +169,11 @@ class ChunkStore:
             raise FileNotFoundError(
                 errno.ENOENT, "the cache folder was deleted; restart to use it again"
             )
-        with self._index.turn() as turn:
-            group = CommitGroup(self._folder, self._files, self._limits)
-            try:
-                with self._index.write() as txn:
-                    if turn.unclean:
-                        group.sweep(txn)
-                        turn.unclean = False
-                    group.run(txn, jobs)
-            except BaseException:
-                group.undo()
-                raise
-            finally:
-                turn.unclean |= group.unclean
-            group.settle()
+        # Documents are known before their chunks are stored, whatever failed before.
+        jobs = [*self._unregistered, *jobs]
+        self._unregistered = [job for job in jobs if isinstance(job, DocumentJob)]
+        self._commit(jobs)
+        self._unregistered = []
 
     def audit(self, *, fix: bool) -> list[str]:
         """Read every chunk file and compare it with the index; return what is wrong.
@@ -199,6 +191,22 @@ class ChunkStore:
         if not self._closed:
             self._closed = True
             self._index.release()
+
+    def _commit(self, jobs: Sequence[WriterJob]) -> None:
+        with self._index.turn() as turn:
+            group = CommitGroup(self._folder, self._files, self._limits)
+            try:
+                with self._index.write() as txn:
+                    if turn.unclean:
+                        group.sweep(txn)
+                        turn.unclean = False
+                    group.run(txn, jobs)
+            except BaseException:
+                group.undo()
+                raise
+            finally:
+                turn.unclean |= group.unclean
+            group.settle()
 
     def _read(self, job: ReadJob) -> ReadOutcome:
         key = job.chunk.key

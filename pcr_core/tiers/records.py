@@ -272,10 +272,12 @@ def read_contents(txn: lmdb.Transaction, tables: Tables) -> Contents:
     with txn.cursor(db=tables.records) as cursor:
         for name, value in cursor:
             key = cast(ChunkKey, name)
-            record = decode(value)
-            if record is None:
+            try:
+                record = _DECODER.decode(value)
+            except msgspec.MsgspecError:
                 unreadable.append(key)
-            elif record.size:
+                continue
+            if record.size:
                 stored[key] = record
             elif record.parent:
                 bare[key] = record

@@ -91,6 +91,24 @@ def test_a_removal_that_cannot_be_made_durable_has_not_happened(kit, store, job,
     assert one.audit(fix=False) == []
 
 
+def test_a_document_is_known_before_its_chunks_are_stored(kit, store, job, monkeypatch):
+    """Although the index refused when it was registered."""
+    one = store()
+
+    def refuse(self):
+        raise IndexTroubleError("MDB_MAP_FULL")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.IndexTransaction, "finish", refuse)
+        finish_group(one, [seen := DocumentJob({DOC: [key(kit, 7)]}, epoch=0)])
+    assert isinstance(seen.error, IndexTroubleError)
+    one.commit([job(7), job(7, 1)])
+    one.close()
+    two = store()
+    two.commit([removal := ForgetJob(DOC)])
+    assert set(removal.keys) == {key(kit, 7), key(kit, 7, 1)}
+
+
 def test_what_a_failed_write_leaves_is_removed_by_the_next_group(kit, store, job):
     files = kit.FaultyFiles()
     one = store(1, files=files)
