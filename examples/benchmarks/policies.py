@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,16 @@ def show_streams(over: Map, seeds: Sequence[int], load: float) -> list[dict[str,
     return figures
 
 
+@contextmanager
+def mapping(jobs: int) -> Iterator[Map]:
+    """``map``, over several processes if asked for."""
+    if jobs == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield pool.map
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
@@ -180,11 +191,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write raw figures here")
     options = parser.parse_args()
     seeds = range(options.seeds)
-    with ProcessPoolExecutor(options.jobs) as pool:
+    with mapping(options.jobs) as over:
         figures = {
-            "reuse": show_reuse(pool.map, seeds),
-            "table": show_table(pool.map, seeds),
-            "streams": show_streams(pool.map, seeds, options.load),
+            "reuse": show_reuse(over, seeds),
+            "table": show_table(over, seeds),
+            "streams": show_streams(over, seeds, options.load),
         }
     write_json(options.json, figures)
 
