@@ -43,12 +43,14 @@ class Shared:
         log: Why chunks are gone.
         prefill: How long computing takes.
         poll: Takes in finished I/O.
+        timer: Seconds, for how long anything takes.
     """
 
     stats: StoreCounters
     log: EvictionLog
     prefill: PrefillTimes
     poll: Callable[[], None]
+    timer: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,13 @@ def assemble(
         barred=forgetting.is_doomed,
         stats=stats,
         poll=shared.poll,
+        clock=shared.timer,
     )
     prefetcher = Prefetcher(
         tree,
         LookAhead(tree),
         reads,
-        min(_IN_FLIGHT, pool.nbytes // 2),
+        min(_IN_FLIGHT, pool.nbytes // 2) if settings.stop.ahead else 0,
         adopt=writes.adopt,
         identify=lambda want, index: fmt.chunk(want.keys, want.tokens, index),
         stats=stats,

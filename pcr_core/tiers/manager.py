@@ -36,11 +36,6 @@ from pcr_core.tiers.settings import TierSettings
 
 _SMALL_QUEUE_BYTES = 64 * 2**20
 _POPULATE_AHEAD = 64 * 2**20
-_IN_FLIGHT = 256 * 2**20
-"""Bytes of reads made ahead at a time: enough for the time of a long prefill, during
-which nothing new is started."""
-_REMEMBERED = 65_536
-"""Chunks whose use counts are remembered after they have left every tier."""
 
 ChunkState = Literal["none", "dram", "ssd"]
 
@@ -55,8 +50,8 @@ class TierManager:
         store: The SSD tier; ``NoStore`` to do without.
         io: Runs reads and writes on ``store``.
         settings: Policies.
-        stats: Counters to add to.
         clock: Nanoseconds, for recency that outlives the process.
+        timer: Seconds, for how long a request waits.
 
     Attributes:
         stats: The counters.
@@ -78,11 +73,11 @@ class TierManager:
         io: Io,
         settings: TierSettings | None = None,
         *,
-        stats: StoreCounters | None = None,
         clock: Callable[[], int] = time.time_ns,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = settings or TierSettings()
-        self.stats = stats or StoreCounters()
+        self.stats = StoreCounters()
         self.prefill_times = PrefillTimes()
         self.departures = EvictionLog()
         self.version = 0
@@ -104,7 +99,7 @@ class TierManager:
             store,
             io,
             settings,
-            Shared(self.stats, self.departures, self.prefill_times, self.poll),
+            Shared(self.stats, self.departures, self.prefill_times, self.poll, timer),
         )
         self._format = parts.format
         self._tree = parts.tree
@@ -266,7 +261,7 @@ class TierManager:
         window = [*queue, *self._hints]
         if self._adaptive is not None:
             self._adaptive.look_ahead([want.keys[: want.usable] for want in window])
-        self._prefetcher.update(window if self._settings.stop.ahead else [])
+        self._prefetcher.update(window)
 
     def hint(self, wanted: Wanted) -> None:
         """Fetch, and protect for a while, a prompt that may be asked soon."""
