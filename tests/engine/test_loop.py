@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from pcr_core import (
     ModelError,
     SamplingParams,
 )
-from pcr_core.index.chunk import ChunkLayout, chunk_keys
+from pcr_core.index.chunk import ChunkKey, ChunkLayout, chunk_keys
+from pcr_core.ledger import Ledger
 from pcr_core.loop import EngineLoop
 from pcr_core.model import probe, setup
 from pcr_core.model.loading import load
@@ -36,11 +37,16 @@ class Bench:
         self.model = loaded.model
         self.runner = runner
         self.tiers = tiers
-        self.loop = EngineLoop(runner, loaded.tokenizer, (), tiers)
+        ledger = Ledger(tiers, self.keys, CHUNK)
+        self.loop = EngineLoop(runner, loaded.tokenizer, (), tiers, ledger)
+
+    def keys(self, tokens: Sequence[int]) -> list[ChunkKey]:
+        return chunk_keys(self.namespace, tokens, CHUNK)
 
     def request(self, tokens: list[int] = PROMPT, **params: Any) -> Request:
-        keys = chunk_keys(self.namespace, tokens, CHUNK)
-        request = Request(tokens, keys, SamplingParams(**{"max_tokens": 4, **params}))
+        request = Request(
+            tokens, self.keys(tokens), SamplingParams(**{"max_tokens": 4, **params})
+        )
         self.loop.add(request)
         return request
 
@@ -50,7 +56,7 @@ class Bench:
         return request.completion.result(timeout=0)
 
     def states(self, tokens: list[int] = PROMPT) -> list[str]:
-        return self.tiers.match(chunk_keys(self.namespace, tokens, CHUNK))
+        return self.tiers.match(self.keys(tokens))
 
     def nothing_held(self) -> bool:
         nodes = list(self.tiers._tree.nodes())
