@@ -7,17 +7,14 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from pcr_core.documents import ForgetReceipt
 from pcr_core.errors import StoreError
 from pcr_core.explain.history import PastPrompt, PromptHistory
 from pcr_core.explain.lookup import Lookup
-from pcr_core.index.chunk import ChunkKey
 from pcr_core.request import Request
 from pcr_core.tiers import ForgetJob, Removed, TierManager
-
-KeysOf = Callable[[Sequence[int]], Sequence[ChunkKey]]
 
 
 class Ledger:
@@ -25,14 +22,10 @@ class Ledger:
 
     Args:
         tiers: Where chunks are.
-        keys_of: Chunk keys of token ids.
-        chunk_tokens: Tokens per chunk.
     """
 
-    def __init__(self, tiers: TierManager, keys_of: KeysOf, chunk_tokens: int) -> None:
+    def __init__(self, tiers: TierManager) -> None:
         self._tiers = tiers
-        self._keys_of = keys_of
-        self._chunk_tokens = chunk_tokens
         self._history = PromptHistory()
 
     def note(self, request: Request) -> None:
@@ -49,10 +42,10 @@ class Ledger:
             for index in missing
             if (record := self._tiers.departures.find(request.keys[index])) is not None
         }
-        usable = request.usable * self._chunk_tokens
+        usable = request.usable * self._tiers.chunk_tokens
         return Lookup(
             request.tokens,
-            self._chunk_tokens,
+            self._tiers.chunk_tokens,
             states,
             must_compute=len(request.tokens) - usable,
             spans=request.spans,
@@ -117,7 +110,7 @@ class Ledger:
             request.keys = request.keys[:kept]
             request.usable = min(request.usable, kept)
         return self._history.forget_where(
-            lambda tokens: any(map(removed.covers, self._keys_of(tokens)))
+            lambda tokens: any(map(removed.covers, self._tiers.keys_of(tokens)))
         )
 
     def _earlier(self, request: Request, missing: Sequence[int]) -> list[PastPrompt]:
@@ -125,7 +118,7 @@ class Ledger:
         nearest = self._history.nearest(request.tokens)
         found = [nearest] if nearest is not None else []
         if missing:
-            start = missing[0] * self._chunk_tokens
+            start = missing[0] * self._tiers.chunk_tokens
             beside = self._tiers.sibling_tokens(request.keys, missing[0])
             if beside:
                 found.append(PastPrompt.of([*request.tokens[:start], *beside]))

@@ -7,7 +7,7 @@ calls ``step`` is the engine thread, which lets tests drive it deterministically
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pcr_core.documents import ForgetReceipt
@@ -26,6 +26,13 @@ _log = logging.getLogger("pcr_core.engine")
 class EngineLoop:
     """Serves requests. Engine thread only.
 
+    Args:
+        runner: Runs the model.
+        tokenizer: Its tokenizer.
+        end_ids: Tokens that end a generation.
+        tiers: The tier manager.
+        record: Called with each finished request and the tokens it generated.
+
     Attributes:
         tiers: The tier manager.
         finished, cancelled, failed: Requests that ended so.
@@ -37,7 +44,7 @@ class EngineLoop:
         tokenizer: Any,
         end_ids: Sequence[int],
         tiers: TierManager,
-        ledger: Ledger,
+        record: Callable[[Request, int], None] = lambda request, generated: None,
     ) -> None:
         self.tiers = tiers
         self.finished = 0
@@ -46,7 +53,8 @@ class EngineLoop:
         self._runner = runner
         self._tokenizer = tokenizer
         self._end_ids = end_ids
-        self._ledger = ledger
+        self._ledger = Ledger(tiers)
+        self._record = record
         self._scheduler = Scheduler()
         self._active: Generation | None = None
         self._seen = (-1, -1)
@@ -164,6 +172,7 @@ class EngineLoop:
             result = generation.result()
             self._close_active()
             self.finished += 1
+            self._record(generation.request, len(result.token_ids))
             generation.request.completion.finish(result)
 
     def _guard(self, request: Request, work: Any) -> None:

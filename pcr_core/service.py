@@ -10,6 +10,7 @@ local embedder, pays that price; nothing here can undo it.)
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -20,8 +21,7 @@ import torch
 
 from pcr_core.config import EngineConfig
 from pcr_core.errors import EngineClosedError, QueueFullError
-from pcr_core.index.chunk import ChunkLayout, Namespace, chunk_keys, tenant_digest
-from pcr_core.ledger import Ledger
+from pcr_core.index.chunk import ChunkLayout, Namespace, tenant_digest
 from pcr_core.loop import EngineLoop
 from pcr_core.memory import available_bytes
 from pcr_core.model.loading import LoadedModel, load
@@ -30,6 +30,7 @@ from pcr_core.model.sampling import end_token_ids
 from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request
 from pcr_core.tiers import WRITE_POLICIES, TierManager, TierSettings, stop_policy
+from pcr_core.trace import TraceWriter
 
 T = TypeVar("T")
 _LOOK_AROUND = 2.0
@@ -178,12 +179,8 @@ def build(
     lifetimes.callback(tiers.close)
     lifetimes.callback(runner.close)
     ends = end_token_ids(loaded.model, loaded.tokenizer)
-    ledger = Ledger(
-        tiers,
-        lambda tokens: chunk_keys(namespace, tokens, config.chunk_tokens),
-        config.chunk_tokens,
-    )
-    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, ledger)
+    record = recorder(config, layout, lifetimes)
+    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record)
     return Parts(loaded, runner, namespace, loop)
 
 
@@ -198,6 +195,28 @@ def tier_settings(config: EngineConfig, longest_forward: int | None) -> TierSett
         tenant=tenant_digest(config.namespace),
         quota_bytes=config.namespace_bytes,
         longest_forward=longest_forward,
+    )
+
+
+def recorder(
+    config: EngineConfig, layout: ChunkLayout, lifetimes: ExitStack
+) -> Callable[[Request, int], None]:
+    """What is to be done with each finished request: nothing, or a line in a trace.
+
+    Raises:
+        ConfigError: If the trace cannot be written.
+    """
+    if config.trace is None:
+        return lambda request, generated: None
+    writer = TraceWriter(
+        config.trace.expanduser(),
+        chunk_tokens=layout.chunk_tokens,
+        chunk_bytes=layout.nbytes,
+        clock=time.perf_counter,
+    )
+    lifetimes.callback(writer.close)
+    return lambda request, generated: writer.record(
+        request.submitted, len(request.tokens), generated, request.keys
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from pcr_core.errors import ConfigError
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.index.ghosts import REMEMBERED_PER_CHUNK
 from pcr_core.index.look_ahead import LookAhead
 from pcr_core.index.node import HOST_NONE, Event, Node
 from pcr_core.index.policies import EvictionPolicy, LookAheadLru, Lru, Pgdsf, Rank
@@ -16,9 +15,11 @@ _ROOT = bytes(32)
 _HORIZON = 400
 """Requests over which hit rates are averaged, roughly."""
 _MARGIN = 0.005
-"""Points of hit rate by which another policy must be better."""
+"""Share of chunks that another policy must hit more, to take over."""
 _PATIENCE = 100
 """Requests between two changes of policy, at least."""
+_LARGEST = 8192
+"""Chunks of a shadow cache, at most; a larger tier is sampled."""
 
 
 class ShadowCache:
@@ -77,8 +78,8 @@ class ShadowCache:
         if victim is None:
             return False
         self.tree.advance_host(victim, Event.EVICT)
-        self._free += 1
         self.evictions += 1
+        self._free += 1
         return True
 
 
@@ -89,7 +90,10 @@ class Adaptive:
     hit rates are averaged with a decay. Another policy takes over when it leads by a
     margin, and not too soon after the last change. Engine thread only.
 
-    Memory: about 0.5 KB per chunk of capacity and candidate.
+    A large tier is played at a smaller scale: only chunks whose key falls into a share
+    of all keys count, in caches of that share of the capacity (SHARDS, FAST'15). Keys
+    are digests, and the sampled chunks of a path are again a path. So the memory is
+    bounded: about 2.2 KB per chunk of a shadow, less than 20 MB.
 
     Args:
         capacity: Chunks that the live tier holds.
@@ -105,21 +109,22 @@ class Adaptive:
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ConfigError(
-                "eviction 'adaptive' plays its candidates on caches of the tier's size: "
-                f"pass a capacity of at least 1 chunk, not {capacity}"
+                "eviction 'adaptive' plays its candidates on caches as large as the "
+                f"tier: pass a capacity of at least 1 chunk, not {capacity}"
             )
+        size = min(capacity, _LARGEST)
+        self._limit = (size << 32) // capacity
         self._pgdsf = Pgdsf()
         self._shadow_pgdsf = Pgdsf()
-        remembered = REMEMBERED_PER_CHUNK * capacity
         self._policies: dict[str, EvictionPolicy] = {
             "lookahead-lru": LookAheadLru(),
             "lru": Lru(),
             "pgdsf": self._pgdsf,
         }
         self._shadows = {
-            "lookahead-lru": ShadowCache(LookAheadLru(), capacity),
-            "lru": ShadowCache(Lru(), capacity),
-            "pgdsf": ShadowCache(self._shadow_pgdsf, capacity, remembered=remembered),
+            "lookahead-lru": ShadowCache(LookAheadLru(), size),
+            "lru": ShadowCache(Lru(), size),
+            "pgdsf": ShadowCache(self._shadow_pgdsf, size, remembered=4 * size),
         }
         self._look_ahead = LookAhead(self._shadows["lookahead-lru"].tree)
         self._hits = dict.fromkeys(self._shadows, 0.0)
@@ -137,7 +142,7 @@ class Adaptive:
 
     def look_ahead(self, window: Sequence[Sequence[ChunkKey]]) -> None:
         """Show the queue to the candidate that looks at it; see ``LookAhead``."""
-        self._look_ahead.update(window)
+        self._look_ahead.update([self._sample(keys) for keys in window])
 
     def observe(self, keys: Sequence[ChunkKey], *, cost: float) -> None:
         """Play one finished request to all candidates.
@@ -147,6 +152,7 @@ class Adaptive:
             cost: Prefill seconds per computed token.
         """
         keep = 1 - 1 / _HORIZON
+        keys = self._sample(keys)
         self._chunks = keep * self._chunks + len(keys)
         for name, shadow in self._shadows.items():
             self._hits[name] = keep * self._hits[name] + shadow.request(keys, cost)
@@ -174,6 +180,12 @@ class Adaptive:
     def dropped(self, node: Node) -> None:
         """Forget the priority."""
         self._pgdsf.dropped(node)
+
+    def _sample(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+        limit = self._limit
+        if limit == 1 << 32:
+            return keys
+        return [key for key in keys if int.from_bytes(key[:4], "big") < limit]
 
     def _follow(self) -> None:
         rates = self.rates

@@ -181,9 +181,7 @@ class CommitGroup:
     def _remove(
         self, txn: IndexTransaction, document: bytes, heads: Collection[ChunkKey]
     ) -> _Receipt:
-        gone: dict[ChunkKey, Record] = {}
-        for head in heads:
-            gone.update(txn.remove_subtree(head))
+        gone = txn.remove_subtrees(heads)
         files, nbytes = [], 0
         for key, record in gone.items():
             path = chunk_path(self._folder, key)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from pcr_core.cost import PrefillTimes
-from pcr_core.index.chunk import ChunkKey, ChunkLayout, Namespace
+from pcr_core.index.chunk import ChunkKey, ChunkLayout, Namespace, chunk_keys
 from pcr_core.index.look_ahead import window_size
 from pcr_core.index.node import Disk, Event, Host, Node
 from pcr_core.stats import CacheStats, Decisions, StoreCounters
@@ -62,6 +62,7 @@ class TierManager:
         stats: The counters.
         prefill_times: How long computing takes; whoever computes tells it.
         departures: Why chunks are gone.
+        chunk_tokens: Tokens per chunk.
         version: Changes whenever chunks may have come or gone.
 
     Raises:
@@ -85,8 +86,9 @@ class TierManager:
         self.prefill_times = PrefillTimes()
         self.departures = EvictionLog()
         self.version = 0
+        self.chunk_tokens = layout.chunk_tokens
+        self._namespace = namespace
         self._root = namespace.root
-        self._tokens = layout.chunk_tokens
         self._settings = settings
         self._pool = pool
         self._store = store
@@ -172,6 +174,10 @@ class TierManager:
 
     # --- requests ---
 
+    def keys_of(self, tokens: Sequence[int]) -> list[ChunkKey]:
+        """Keys of every full chunk of a prompt."""
+        return chunk_keys(self._namespace, tokens, self.chunk_tokens)
+
     def match(self, keys: Sequence[ChunkKey]) -> list[ChunkState]:
         """Say where each chunk could be read from now. Pure: nothing is re-ranked."""
         states = [_state(node) for node in self._tree.match(keys)]
@@ -193,10 +199,10 @@ class TierManager:
         Raises:
             ValueError: If the arguments do not fit each other.
         """
-        if not 0 <= usable <= len(keys) or len(tokens) < len(keys) * self._tokens:
+        if not 0 <= usable <= len(keys) or len(tokens) < len(keys) * self.chunk_tokens:
             raise ValueError(
-                f"{len(keys)} chunks of {self._tokens} tokens with {usable} usable do "
-                f"not fit a prompt of {len(tokens)} tokens"
+                f"{len(keys)} chunks of {self.chunk_tokens} tokens with {usable} "
+                f"usable do not fit a prompt of {len(tokens)} tokens"
             )
         self.poll()
         self.catch_up()
@@ -457,7 +463,7 @@ class TierManager:
     def _commit(self, lease: Lease, nodes: Sequence[Node]) -> None:
         """Count one use of the whole path, and what its missing part cost."""
         missed = [index for index in range(len(nodes)) if index not in lease.sources]
-        cached = len(lease.sources) * self._tokens
+        cached = len(lease.sources) * self.chunk_tokens
         computed = lease.prompt_tokens - cached
         cost = self.prefill_times.seconds(cached, computed) / max(1, computed)
         self._tree.commit(nodes, self._clock(), missed=missed, cost=cost)
@@ -470,9 +476,9 @@ class TierManager:
         found = list(lease.tiers.values())
         dram, ssd = found.count("dram"), found.count("ssd")
         stats.requests += 1
-        stats.dram_hit_tokens += dram * self._tokens
-        stats.ssd_hit_tokens += ssd * self._tokens
-        stats.miss_tokens += lease.prompt_tokens - len(found) * self._tokens
+        stats.dram_hit_tokens += dram * self.chunk_tokens
+        stats.ssd_hit_tokens += ssd * self.chunk_tokens
+        stats.miss_tokens += lease.prompt_tokens - len(found) * self.chunk_tokens
         if found:
             stats.holes += max(lease.tiers) + 1 - len(found)
 

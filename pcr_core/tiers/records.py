@@ -8,8 +8,8 @@ found by walking the table of children, whatever was evicted in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
 
 import lmdb
 import msgspec
@@ -63,26 +63,21 @@ class Contents(NamedTuple):
             totals[record.tenant] = totals.get(record.tenant, 0) + record.size
         return totals
 
-    def detached(self) -> list[ChunkKey]:
-        """Records whose parent has none: a damaged index."""
-        lost = self._parents().difference(self.stored, self.bare, self.roots)
-        if not lost:
-            return []
-        known = {**self.stored, **self.bare}
-        return [key for key, record in known.items() if record.parent in lost]
+    def flaws(self) -> tuple[list[ChunkKey], dict[ChunkKey, Record]]:
+        """What no transaction leaves behind, so signs of damage.
 
-    def childless(self) -> dict[ChunkKey, Record]:
-        """Bare records that nothing follows."""
-        parents = self._parents()
+        Returns:
+            Keys of records whose parent has none; bare records that nothing follows.
+        """
+        parents = {record.parent for record in self.stored.values()}
+        parents.update(record.parent for record in self.bare.values())
+        detached = []
+        lost = parents.difference(self.stored, self.bare, self.roots)
+        if lost:
+            both = {**self.stored, **self.bare}
+            detached = [key for key, record in both.items() if record.parent in lost]
         idle = {key: one for key, one in self.bare.items() if key not in parents}
-        return idle | dict.fromkeys(self.roots - parents, Record(b"", 0, 0, b""))
-
-    def _parents(self) -> set[bytes]:
-        return {
-            record.parent
-            for records in (self.stored, self.bare)
-            for record in records.values()
-        }
+        return detached, idle | dict.fromkeys(self.roots - parents, _ROOT)
 
 
 class IndexTransaction:
@@ -157,24 +152,24 @@ class IndexTransaction:
         else:
             self.erase(key, old)
 
-    def remove_subtree(self, head: ChunkKey) -> dict[ChunkKey, Record]:
-        """Remove a chunk and everything that follows it; return the records."""
+    def remove_subtrees(self, heads: Collection[ChunkKey]) -> dict[ChunkKey, Record]:
+        """Remove chunks and everything that follows them; return the records."""
         found: dict[ChunkKey, Record | None] = {}
-        waiting = [head]
+        waiting = list(heads)
         while waiting:
             key = waiting.pop()
             if key not in found:
                 found[key] = self.get(key)
                 waiting += self.children(key)
         for key, record in found.items():
+            self._txn.delete(key, db=self._tables.records)
+            self._txn.delete(key, db=self._tables.children)
             if record is not None:
                 self._count(record, -1)
-            if key != head:
-                self._txn.delete(key, db=self._tables.records)
-            self._txn.delete(key, db=self._tables.children)
-        first = found[head]
-        if first is not None:
-            self.erase(head, first)
+        for head in heads:
+            first = found[head]
+            if first is not None and first.parent not in found:
+                self.erase(head, first)
         return {key: record for key, record in found.items() if record is not None}
 
     def touch(self, key: ChunkKey, stamp: int) -> None:
@@ -269,7 +264,8 @@ def read_contents(txn: lmdb.Transaction, tables: Tables) -> Contents:
     stored, bare, roots, unreadable = contents
     with txn.cursor(db=tables.records) as cursor:
         for name, value in cursor:
-            key, record = ChunkKey(bytes(name)), decode(value)
+            key = cast(ChunkKey, name)
+            record = decode(value)
             if record is None:
                 unreadable.append(key)
             elif record.size:
@@ -303,5 +299,6 @@ def decode(value: bytes | memoryview | None) -> Record | None:
         return None
 
 
+_ROOT = Record(b"", 0, 0, b"")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Record)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.chunk_file import TEMPORARY, chunk_key, chunk_path
+from pcr_core.tiers.chunk_file import SUFFIX, TEMPORARY, chunk_key, chunk_path
 from pcr_core.tiers.files import Files
 from pcr_core.tiers.records import Contents, IndexTransaction
 
@@ -53,8 +52,7 @@ def recover(
     contents = txn.contents()
     if mend(txn, contents):
         contents = txn.contents()
-    missing = set(contents.stored)
-    stray = list(stray_files(folder, contents.stored, missing))
+    missing, stray = compare(folder, contents)
     for key in missing:
         txn.remove(key)
     if missing:
@@ -69,7 +67,7 @@ def sweep(txn: IndexTransaction, folder: Path, files: Files) -> dict[str, int]:
     Returns:
         Name and bytes of those that could not be removed.
     """
-    return _remove(files, list(stray_files(folder, txn.contents().stored)))
+    return _remove(files, compare(folder, txn.contents())[1])
 
 
 def mend(txn: IndexTransaction, contents: Contents) -> bool:
@@ -78,11 +76,10 @@ def mend(txn: IndexTransaction, contents: Contents) -> bool:
     Returns:
         Whether anything was removed.
     """
-    loose, idle = contents.detached(), contents.childless()
+    loose, idle = contents.flaws()
     for key in contents.unreadable:
         txn.discard(key)
-    for key in loose:
-        txn.remove_subtree(key)
+    txn.remove_subtrees(loose)
     for key, record in idle.items():
         txn.erase(key, record)
     if contents.unreadable or loose:
@@ -122,24 +119,22 @@ def shrink(
     return doomed
 
 
-def stray_files(
-    folder: Path, stored: Container[ChunkKey], unseen: set[ChunkKey] | None = None
-) -> Iterator[Path]:
-    """Files that no record names: unfinished ones and those of no stored chunk.
+def compare(folder: Path, contents: Contents) -> tuple[list[ChunkKey], list[Path]]:
+    """Compare names in the folder with the records, without a look at any file.
 
-    Args:
-        folder: Where chunk files live.
-        stored: The chunks that have a record.
-        unseen: Keys of the files that are met are taken out of this set.
+    Returns:
+        Stored chunks that have no file; files that no record names. What this library
+        does not write is not listed.
     """
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            key = chunk_key(entry.name)
-            if key is not None and key in stored:
-                if unseen is not None:
-                    unseen.discard(key)
-            elif key is not None or entry.name.endswith(TEMPORARY):
-                yield Path(entry.path)
+    expected = {key.hex() + SUFFIX for key in contents.stored}
+    found = set(os.listdir(folder))
+    missing = [chunk_key(name) for name in expected - found]
+    stray = [
+        folder / name
+        for name in found - expected
+        if name.endswith(TEMPORARY) or chunk_key(name) is not None
+    ]
+    return [key for key in missing if key is not None], stray
 
 
 def _remove(files: Files, paths: list[Path]) -> dict[str, int]:

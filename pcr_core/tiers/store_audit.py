@@ -15,7 +15,7 @@ from pcr_core.tiers.chunk_file import chunk_path, header_digest
 from pcr_core.tiers.chunk_index import ChunkIndex
 from pcr_core.tiers.files import Files
 from pcr_core.tiers.records import Contents, IndexTransaction, Record
-from pcr_core.tiers.recovery import mend, stray_files
+from pcr_core.tiers.recovery import compare, mend
 
 
 def audit_store(
@@ -34,14 +34,14 @@ def audit_store(
                 key: contents.stored[key] for key in suspects if key in contents.stored
             }
             bad = _bad_chunks(again, folder)
-            stray = list(stray_files(folder, contents.stored))
+            _, stray = compare(folder, contents)
             flaws = list(_flaws(txn, contents))
             if fix:
                 for key in bad:
                     txn.remove(key)
                 if flaws:
                     _mend(txn)
-                for path in list(stray_files(folder, txn.contents().stored)):
+                for path in compare(folder, txn.contents())[1]:
                     files.unlink(path)
                 turn.unclean = False
     except OSError as error:
@@ -67,9 +67,10 @@ def _flaws(txn: IndexTransaction, contents: Contents) -> Iterator[str]:
     """Broken invariants of the index."""
     for key in contents.unreadable:
         yield f"index: the record of chunk {key.hex()[:12]} cannot be read"
-    for key in contents.detached():
+    detached, idle = contents.flaws()
+    for key in detached:
         yield f"index: chunk {key.hex()[:12]} has a parent without record"
-    for key in contents.childless():
+    for key in idle:
         yield f"index: the bare record {key.hex()[:12]} has no children"
     if not txn.has_good_links(contents):
         yield "index: the table of children does not fit the records"

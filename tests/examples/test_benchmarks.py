@@ -17,7 +17,12 @@ COMMON = ["--dtypes", "bfloat16", "--rounds", "2", "--tokens", "300"]
 @pytest.mark.usefixtures("smollm2_dir")
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("first_token", []), ("exact_modes", []), ("memory", ["--prompts", "2"])],
+    [
+        ("first_token", []),
+        ("exact_modes", []),
+        ("memory", ["--prompts", "2"]),
+        ("prefetch", ["--queue", "3"]),
+    ],
 )
 def test_benchmark_runs(name: str, options: list[str], tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from itertools import pairwise
 
 import pytest
 
 from pcr_core.errors import ConfigError
+from pcr_core.index import adaptive
 from pcr_core.index.adaptive import Adaptive, ShadowCache
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.eviction import LookAheadLru, Lru, Pgdsf
@@ -134,6 +137,32 @@ def test_rates_are_shares():
     policy.observe([], cost=0.0)
     play(policy, [[key("a"), key("b")]] * 50)
     assert policy.rates == pytest.approx(dict.fromkeys(policy.rates, 0.98), abs=0.01)
+
+
+def zipf(count: int) -> list[list[ChunkKey]]:
+    """Paths of eight chunks, the i-th as often as 1 / i."""
+    pick = random.Random(4)
+    docs = pick.choices(range(400), [1 / (i + 1) for i in range(400)], k=count)
+    return [
+        [ChunkKey(hashlib.sha256(f"{doc}/{i}".encode()).digest()) for i in range(8)]
+        for doc in docs
+    ]
+
+
+def test_a_large_tier_is_played_at_a_smaller_scale(monkeypatch):
+    requests = zipf(1500)
+    full = Adaptive(800)
+    play(full, requests)
+    monkeypatch.setattr(adaptive, "_LARGEST", 200)
+    sampled = Adaptive(800)
+    for at, keys in enumerate(requests):
+        sampled.look_ahead(requests[at : at + 3])
+        sampled.observe(keys, cost=1.0)
+        for shadow in sampled._shadows.values():
+            assert len(shadow.tree) <= 201
+    assert 0.3 < full.rates["lru"] < 0.9
+    assert sampled.rates["lru"] == pytest.approx(full.rates["lru"], abs=0.05)
+    assert sampled.rates["pgdsf"] == pytest.approx(full.rates["pgdsf"], abs=0.05)
 
 
 # --- being the policy of a live tier ---
