@@ -162,7 +162,7 @@ class Forgetting:
         Returns:
             What that was, or ``None``.
         """
-        news = self._news()
+        news = self._news(self._writes.epoch)
         if news.epoch == self._writes.epoch:
             return None
         self._writes.epoch = news.epoch
@@ -171,6 +171,13 @@ class Forgetting:
             # The index may not have heard of ours yet.
             heads = _union(heads, frozenset(self._take_heads(document)))
         return Removed(heads, news.documents, self.drop(heads))
+
+    def since(self, epoch: int) -> Removed | None:
+        """What was dropped after an earlier epoch, if anything."""
+        if epoch == self._writes.epoch:
+            return None
+        news = self._news(epoch)
+        return Removed(news.heads, news.documents, [])
 
     def drop(self, heads: Collection[ChunkKey] | None) -> list[ChunkKey]:
         """Remove chunks, and all that follow them, from memory.
@@ -236,12 +243,12 @@ class Forgetting:
             self._trouble.once("index", "the cache index cannot be read", error)
             return 0
 
-    def _news(self) -> Forgotten:
+    def _news(self, epoch: int) -> Forgotten:
         try:
-            return self._store.forgotten_since(self._writes.epoch)
+            return self._store.forgotten_since(epoch)
         except OSError as error:
             self._trouble.once("index", "the cache index cannot be read", error)
-            return Forgotten(self._writes.epoch, frozenset(), frozenset())
+            return Forgotten(epoch, frozenset(), frozenset())
 
     def _prune(self) -> None:
         """Let go of heads of which nothing is left in memory; the index has its own."""

@@ -75,7 +75,8 @@ def make_engine(
 ) -> Iterator[MakeEngine]:
     """``make_engine(**settings)``: an engine on a tiny Llama, in this test's folder.
 
-    ``model=`` takes another loaded model, or the folder of one. Called twice, both engines share the folder: close the first for a restart.
+    ``model=`` takes another loaded model, or the folder of one. Called twice, both
+    engines share the cache folder: close the first for a restart.
     """
     with _maker(tmp_path, probes, make_tiny_model, tiny_tokenizer) as make:
         yield make

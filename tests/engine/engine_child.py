@@ -1,7 +1,7 @@
 """An engine in another process, driven by lines of JSON on standard input.
 
-Each line ``[METHOD, {ARGUMENTS}]`` is answered by one line. ``open`` builds the engine
-from settings, ``ask`` runs a prompt, ``forget`` a document, ``close`` closes the engine.
+Each line ``[METHOD, {ARGUMENTS}]`` is answered by one line; the methods are those of
+``Child``.
 """
 
 from __future__ import annotations

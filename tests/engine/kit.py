@@ -18,7 +18,7 @@ from pcr_core.index.chunk import ChunkKey, chunk_keys
 from pcr_core.tiers.files import Files
 
 GREEDY = SamplingParams(max_tokens=4, logprobs=True)
-_PATIENCE = 60.0
+_PATIENCE = 15.0
 _numbers = itertools.count()
 
 

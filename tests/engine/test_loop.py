@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from pcr_core import (
     ModelError,
     SamplingParams,
 )
-from pcr_core.index.chunk import ChunkKey, ChunkLayout, chunk_keys
-from pcr_core.ledger import Ledger
+from pcr_core.index.chunk import ChunkLayout, chunk_keys
 from pcr_core.loop import EngineLoop
 from pcr_core.model import probe, setup
 from pcr_core.model.loading import load
@@ -37,16 +36,11 @@ class Bench:
         self.model = loaded.model
         self.runner = runner
         self.tiers = tiers
-        ledger = Ledger(tiers, self.keys, CHUNK)
-        self.loop = EngineLoop(runner, loaded.tokenizer, (), tiers, ledger)
-
-    def keys(self, tokens: Sequence[int]) -> list[ChunkKey]:
-        return chunk_keys(self.namespace, tokens, CHUNK)
+        self.loop = EngineLoop(runner, loaded.tokenizer, (), tiers)
 
     def request(self, tokens: list[int] = PROMPT, **params: Any) -> Request:
-        request = Request(
-            tokens, self.keys(tokens), SamplingParams(**{"max_tokens": 4, **params})
-        )
+        keys = chunk_keys(self.namespace, tokens, CHUNK)
+        request = Request(tokens, keys, SamplingParams(**{"max_tokens": 4, **params}))
         self.loop.add(request)
         return request
 
@@ -56,7 +50,7 @@ class Bench:
         return request.completion.result(timeout=0)
 
     def states(self, tokens: list[int] = PROMPT) -> list[str]:
-        return self.tiers.match(self.keys(tokens))
+        return self.tiers.match(chunk_keys(self.namespace, tokens, CHUNK))
 
     def nothing_held(self) -> bool:
         nodes = list(self.tiers._tree.nodes())
