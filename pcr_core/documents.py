@@ -61,12 +61,14 @@ class DocumentSpan:
         first_token: First token that holds any of it, never a later one.
         stop_token: The token behind the last that holds any of it.
         text_digest: 16 bytes naming its text, to notice when that changes.
+        digest: ``document_digest`` of its id.
     """
 
     document: str
     first_token: int
     stop_token: int
     text_digest: bytes = b""
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,10 @@ def head_chunk(span: DocumentSpan, chunk_tokens: int) -> int:
 
 
 def locate(
-    text: str, documents: Sequence[Document], token_spans: Sequence[CharSpan]
+    text: str,
+    documents: Sequence[Document],
+    token_spans: Sequence[CharSpan],
+    namespace: str = "",
 ) -> list[DocumentSpan]:
     """Find every occurrence of every document.
 
@@ -148,6 +153,7 @@ def locate(
         documents: What to look for; an equal one given twice counts once.
         token_spans: The characters of each token of the prompt, in order. Gaps are
             fine: some tokenizers leave out blanks around a token.
+        namespace: The tenant, see ``document_digest``.
 
     Returns:
         Spans in the order of the prompt; of two with the same tokens, the document
@@ -166,8 +172,8 @@ def locate(
                 "exactly as it stands there (was it cut or reformatted on the way?), "
                 "or leave it out of documents="
             )
-        digest = _digest(b"text", document.text)
-        spans += [DocumentSpan(document.id, *tokens.range(*at), digest) for at in found]
+        names = _digest(b"text", document.text), document_digest(namespace, document.id)
+        spans += [DocumentSpan(document.id, *tokens.range(*at), *names) for at in found]
     return sorted(spans, key=lambda span: (span.first_token, span.stop_token))
 
 

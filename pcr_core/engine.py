@@ -24,7 +24,6 @@ from pcr_core.documents import (
     DocumentSpan,
     ForgetReceipt,
     document_digest,
-    head_chunk,
     locate,
 )
 from pcr_core.errors import (
@@ -35,7 +34,7 @@ from pcr_core.errors import (
 )
 from pcr_core.explain.explanation import Explanation
 from pcr_core.explain.reasons import explain
-from pcr_core.index.chunk import ChunkKey, chunk_keys
+from pcr_core.index.chunk import chunk_keys
 from pcr_core.model.prompt import Tools, encode_prompt, encode_with_offsets
 from pcr_core.request import Completion, Prompt, Request, Result, SamplingParams
 from pcr_core.service import Door, start
@@ -131,6 +130,7 @@ class Engine:
         if params.max_tokens > room:
             params = params.model_copy(update={"max_tokens": room})
         request.params, request.submitted, request.owner = params, submitted, self
+        request.epoch = self._loop.tiers.epoch
         self._door.put(request)
         return request.completion
 
@@ -261,9 +261,9 @@ class Engine:
                 f"forget takes a document's id, not {type(document).__name__}"
             )
         digest = document_digest(self._config.namespace, document)
-        job = self._on_engine_thread(lambda: self._loop.begin_forget(digest))
-        self._loop.tiers.wait_for(job)
-        return self._on_engine_thread(lambda: self._loop.end_forget(document, job))
+        removal = self._on_engine_thread(lambda: self._loop.begin_forget(digest))
+        self._loop.tiers.wait_for(removal.job)
+        return self._on_engine_thread(lambda: self._loop.end_forget(document, removal))
 
     def encode(self, prompt: Prompt, *, tools: Tools | None = None) -> list[int]:
         """Token ids of a prompt, with exactly one BOS where the model uses one.
@@ -394,25 +394,12 @@ class Engine:
             with self._encode_lock:
                 encoded = encode_with_offsets(self._loaded.tokenizer, prompt, tools)
             tokens = encoded.tokens
-            spans = locate(encoded.text, documents, encoded.offsets)
+            salt = self._config.namespace
+            spans = locate(encoded.text, documents, encoded.offsets, salt)
         else:
             tokens = self.encode(prompt, tools=tools)
         keys = chunk_keys(self._namespace, tokens, self._config.chunk_tokens)
-        return Request(
-            tokens, keys, SamplingParams(), spans=spans, heads=self._heads(spans, keys)
-        )
-
-    def _heads(
-        self, spans: Sequence[DocumentSpan], keys: Sequence[ChunkKey]
-    ) -> dict[bytes, ChunkKey]:
-        """The first chunk of each document; none if it begins behind the last chunk."""
-        heads: dict[bytes, ChunkKey] = {}
-        for span in sorted(spans, key=lambda span: span.first_token):
-            at = head_chunk(span, self._config.chunk_tokens)
-            if at < len(keys):
-                digest = document_digest(self._config.namespace, span.document)
-                heads.setdefault(digest, keys[at])
-        return heads
+        return Request(tokens, keys, SamplingParams(), spans=spans)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         with self._encode_lock:

@@ -8,13 +8,31 @@ only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
-from pcr_core.documents import ForgetReceipt
+from pcr_core.documents import ForgetReceipt, head_chunk
 from pcr_core.errors import StoreError
 from pcr_core.explain.history import PastPrompt, PromptHistory
 from pcr_core.explain.lookup import Lookup
+from pcr_core.index.chunk import ChunkKey
 from pcr_core.request import Request
 from pcr_core.tiers import ForgetJob, Removed, TierManager
+
+
+@dataclass(slots=True, eq=False)
+class Removal:
+    """A document that is being forgotten.
+
+    Attributes:
+        job: What the store does.
+        dram: Chunks that had a copy in DRAM.
+        prompts: Remembered prompts that were dropped.
+    """
+
+    job: ForgetJob
+    dram: set[ChunkKey] = field(default_factory=set)
+    prompts: int = 0
 
 
 class Ledger:
@@ -28,10 +46,17 @@ class Ledger:
         self._tiers = tiers
         self._history = PromptHistory()
 
+    def admit(self, request: Request) -> None:
+        """Apply to a request what was forgotten on its way from the caller's thread."""
+        removed = self._tiers.forgotten_since(request.epoch)
+        if removed is not None:
+            self._strike(removed, [request])
+
     def note(self, request: Request) -> None:
         """Remember a prompt and the documents in it, before it is computed."""
-        self._tiers.register(request.heads)
-        self._history.add(request.tokens, request.spans)
+        self._tiers.register(self._heads(request))
+        if request.remembered:
+            self._history.add(request.tokens, request.spans)
 
     def lookup(self, request: Request) -> Lookup:
         """All that is known about a prompt. Changes nothing."""
@@ -64,26 +89,36 @@ class Ledger:
         if removed is not None:
             self._strike(removed, waiting)
 
-    def begin_forget(self, document: bytes) -> ForgetJob:
-        """See ``TierManager.begin_forget``."""
-        return self._tiers.begin_forget(document)
+    def begin_forget(self, document: bytes, waiting: Sequence[Request]) -> Removal:
+        """Forget a document in memory, and have the store start on it.
+
+        Whoever asked may be interrupted now: the rest follows with ``catch_up``.
+
+        Args:
+            document: Its digest.
+            waiting: Requests in the queue: they will not store the document again.
+        """
+        found = map(self._heads, waiting)
+        heads = [heads[document] for heads in found if document in heads]
+        removal = Removal(self._tiers.begin_forget(document, heads))
+        self._carry_out(removal, waiting)
+        return removal
 
     def end_forget(
-        self, document: str, job: ForgetJob, waiting: Iterable[Request]
+        self, document: str, removal: Removal, waiting: Sequence[Request]
     ) -> ForgetReceipt:
-        """Finish what ``begin_forget`` began.
+        """Forget what the finished job has brought to light.
 
         Args:
             document: Its id.
-            job: What the store did.
-            waiting: Requests in the queue: they will not store the document again.
+            removal: What ``begin_forget`` returned.
+            waiting: Requests in the queue.
 
         Raises:
             StoreError: If the store refused.
         """
-        removed = self._tiers.end_forget(job)
-        prompts = self._history.forget(document)
-        prompts += self._strike(removed, waiting)
+        self._carry_out(removal, waiting)
+        job = removal.job
         if job.error is not None:
             raise StoreError(
                 f"document {document!r} is gone from memory but could not be removed "
@@ -92,26 +127,57 @@ class Ledger:
             ) from job.error
         return ForgetReceipt(
             document=document,
-            keys=tuple(sorted(key.hex() for key in {*job.keys, *removed.dram})),
+            keys=tuple(sorted(key.hex() for key in {*job.keys, *removal.dram})),
             files=tuple(job.files),
             left=tuple(job.left),
             ssd_bytes=job.nbytes,
-            dram_chunks=len(removed.dram),
-            prompts=prompts,
+            dram_chunks=len(removal.dram),
+            prompts=removal.prompts,
             epoch=job.epoch,
         )
 
+    def _carry_out(self, removal: Removal, waiting: Sequence[Request]) -> None:
+        removed = self._tiers.drop_forgotten(removal.job)
+        removal.dram.update(removed.dram)
+        removal.prompts += self._strike(removed, waiting)
+
     def _strike(self, removed: Removed, waiting: Iterable[Request]) -> int:
-        """Take what was forgotten out of the queue's and the history's keys."""
+        """Take what was forgotten out of the queue and the history."""
         for request in waiting:
-            kept = 0
-            while kept < len(request.keys) and not removed.covers(request.keys[kept]):
-                kept += 1
-            request.keys = request.keys[:kept]
-            request.usable = min(request.usable, kept)
-        return self._history.forget_where(
-            lambda tokens: any(map(removed.covers, self._tiers.keys_of(tokens)))
-        )
+            kept = self._kept(request, removed)
+            if kept is not None:
+                request.keys = request.keys[:kept]
+                request.usable = min(request.usable, kept)
+                request.remembered = False
+
+        def holds(prompt: PastPrompt) -> bool:
+            return any(removed.names(span.digest) for span in prompt.spans) or any(
+                map(removed.covers, self._tiers.keys_of(prompt.tokens))
+            )
+
+        return self._history.forget_where(holds)
+
+    def _kept(self, request: Request, removed: Removed) -> int | None:
+        """How many chunks precede what was forgotten; ``None`` if nothing was."""
+        covered = (i for i, key in enumerate(request.keys) if removed.covers(key))
+        first = [
+            *(
+                head_chunk(s, self._tiers.chunk_tokens)
+                for s in request.spans
+                if removed.names(s.digest)
+            ),
+            *islice(covered, 1),
+        ]
+        return min(first, default=None)
+
+    def _heads(self, request: Request) -> dict[bytes, ChunkKey]:
+        """First chunk of each document; none if it begins behind the last chunk."""
+        heads: dict[bytes, ChunkKey] = {}
+        for span in sorted(request.spans, key=lambda span: span.first_token):
+            at = head_chunk(span, self._tiers.chunk_tokens)
+            if at < len(request.keys):
+                heads.setdefault(span.digest, request.keys[at])
+        return heads
 
     def _earlier(self, request: Request, missing: Sequence[int]) -> list[PastPrompt]:
         """Earlier prompts like this one: remembered, or told by stored chunks."""

@@ -13,12 +13,12 @@ from typing import Any
 from pcr_core.documents import ForgetReceipt
 from pcr_core.errors import CancelledError, ModelError, PcrError
 from pcr_core.explain.lookup import Lookup
-from pcr_core.ledger import Ledger
+from pcr_core.ledger import Ledger, Removal
 from pcr_core.model.generation import Generation
 from pcr_core.model.runner import ChunkIO, Runner
 from pcr_core.request import Request
 from pcr_core.scheduler import Scheduler
-from pcr_core.tiers import ForgetJob, Lease, TierManager
+from pcr_core.tiers import Lease, TierManager
 
 _log = logging.getLogger("pcr_core.engine")
 
@@ -67,6 +67,7 @@ class EngineLoop:
     def add(self, request: Request) -> None:
         """Enqueue a request."""
         request.usable = self._runner.usable_chunks(len(request.tokens))
+        self._ledger.admit(request)
         self._scheduler.add(request)
 
     def lookup(self, request: Request) -> Lookup:
@@ -74,13 +75,13 @@ class EngineLoop:
         request.usable = self._runner.usable_chunks(len(request.tokens))
         return self._ledger.lookup(request)
 
-    def begin_forget(self, document: bytes) -> ForgetJob:
-        """Start forgetting a document; see ``Ledger``."""
-        return self._ledger.begin_forget(document)
+    def begin_forget(self, document: bytes) -> Removal:
+        """Forget a document in memory, and start on the store; see ``Ledger``."""
+        return self._ledger.begin_forget(document, self._scheduler.waiting())
 
-    def end_forget(self, document: str, job: ForgetJob) -> ForgetReceipt:
+    def end_forget(self, document: str, removal: Removal) -> ForgetReceipt:
         """Finish it, once the job has ended; see ``Ledger``."""
-        return self._ledger.end_forget(document, job, self._scheduler.waiting())
+        return self._ledger.end_forget(document, removal, self._scheduler.waiting())
 
     def hint(self, request: Request) -> None:
         """Prepare for a request that may come; it is not run."""
@@ -100,11 +101,11 @@ class EngineLoop:
         gone = self._scheduler.drop_cancelled()
         for cancelled in gone:
             self._guard(cancelled, cancelled.raise_if_cancelled)
+        self._ledger.catch_up(self._scheduler.waiting())
         self._look_ahead()
         if self._active is not None:
             self._guard(self._active.request, self._decode)
             return len(gone)
-        self._ledger.catch_up(self._scheduler.waiting())
         request = self._scheduler.next()
         if request is None:
             return len(gone)

@@ -325,8 +325,10 @@ class Request:
         params: Sampling parameters.
         completion: Where text, result and errors go.
         spans: Where documents stand in the prompt.
-        heads: Digest of each of them -> key of the first chunk that has any of it.
         usable: How many leading chunks may be read rather than computed.
+        remembered: Whether its prompt may be kept for ``explain``.
+        epoch: ``TierManager.epoch`` when it was submitted: what is forgotten later, it
+            must not bring back.
         submitted: ``time.perf_counter()`` at submit.
         owner: The engine, kept alive until the request is over.
     """
@@ -336,8 +338,9 @@ class Request:
     params: SamplingParams
     completion: Completion = field(default_factory=Completion)
     spans: Sequence[DocumentSpan] = ()
-    heads: Mapping[bytes, ChunkKey] = field(default_factory=dict)
     usable: int = 0
+    remembered: bool = True
+    epoch: int = 0
     submitted: float = field(default_factory=time.perf_counter)
     owner: object = None
 

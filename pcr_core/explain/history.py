@@ -166,25 +166,12 @@ class PromptHistory:
             other = other or found
         return other
 
-    def forget(self, document: str) -> int:
-        """Drop every prompt that a document was found in; return how many."""
-        holding = [
-            packed
-            for packed, prompt in self._by_age.items()
-            if any(span.document == document for span in prompt.spans)
-        ]
-        for packed in holding:
+    def forget_where(self, holds: Callable[[PastPrompt], bool]) -> int:
+        """Drop every prompt that ``holds`` says yes to; return how many."""
+        found = [packed for packed, prompt in self._by_age.items() if holds(prompt)]
+        for packed in found:
             self._drop(packed)
-        return len(holding)
-
-    def forget_where(self, holds: Callable[[list[int]], bool]) -> int:
-        """Drop every prompt whose token ids ``holds`` says yes to; return how many."""
-        holding = [
-            packed for packed, prompt in self._by_age.items() if holds(prompt.tokens)
-        ]
-        for packed in holding:
-            self._drop(packed)
-        return len(holding)
+        return len(found)
 
     def _drop(self, packed: bytes) -> None:
         del self._by_age[packed], self._age[packed]

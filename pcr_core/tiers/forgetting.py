@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.node import Disk, Event, Host, Node
@@ -23,6 +24,7 @@ from pcr_core.tiers.no_store import Store
 from pcr_core.tiers.trouble import TroubleLog
 from pcr_core.tiers.write_back import WriteBack
 
+_T = TypeVar("_T")
 _MOST_HEADS = 100_000
 
 
@@ -32,15 +34,29 @@ class Removed:
 
     Attributes:
         heads: Its first chunks, or ``None`` for everything there was.
+        documents: Digests of the documents, or ``None`` likewise.
         dram: Chunks that had a copy in DRAM.
     """
 
     heads: frozenset[ChunkKey] | None
+    documents: frozenset[bytes] | None
     dram: list[ChunkKey]
 
     def covers(self, key: ChunkKey) -> bool:
         """Whether a chunk is one of the heads: it goes, with all that follow it."""
         return self.heads is None or key in self.heads
+
+    def names(self, document: bytes) -> bool:
+        """Whether a document is one of those, by its digest."""
+        return self.documents is None or document in self.documents
+
+    def plus(self, other: Removed) -> Removed:
+        """Both together."""
+        return Removed(
+            _union(self.heads, other.heads),
+            _union(self.documents, other.documents),
+            [*self.dram, *other.dram],
+        )
 
 
 class Forgetting:
@@ -74,6 +90,7 @@ class Forgetting:
         self._trouble = trouble
         self._log = log
         self._heads: dict[bytes, set[ChunkKey]] = {}
+        self._unwritten: dict[bytes, set[ChunkKey]] = {}
         self._count = 0
         self._doomed: dict[Node, None] = {}
         writes.epoch = self._now()
@@ -84,34 +101,60 @@ class Forgetting:
         Args:
             heads: Digest of a document -> key of the first chunk that has any of it.
         """
-        fresh = {}
         for document, head in heads.items():
             known = self._heads.setdefault(document, set())
             if head not in known:
                 known.add(head)
                 self._count += 1
-                fresh[document] = (head,)
-        if fresh:
-            self._io.write(DocumentJob(fresh, epoch=self._writes.epoch))
+                self._unwritten.setdefault(document, set()).add(head)
+        self.write()
         if self._count > _MOST_HEADS:
             self._prune()
 
-    def begin(self, document: bytes) -> ForgetJob:
-        """Have the store remove a document. ``catch_up`` when the job has ended."""
-        job = ForgetJob(document, heads=sorted(self._heads.pop(document, ())))
-        self._count -= len(job.heads)
+    def write(self) -> None:
+        """Have the store remember where documents begin, as far as it does not know."""
+        if self._unwritten:
+            self._io.write(DocumentJob(self._unwritten, epoch=self._writes.epoch))
+            self._unwritten = {}
+
+    def apply(self, job: DocumentJob) -> None:
+        """Take in a finished job; one that was refused is repeated with the next."""
+        if job.error is None:
+            return
+        for document, heads in job.heads.items():
+            known = self._heads.get(document, set())
+            again = known.intersection(heads)  # what was forgotten meanwhile is not
+            if again:
+                self._unwritten.setdefault(document, set()).update(again)
+
+    def begin(self, document: bytes, heads: Iterable[ChunkKey] = ()) -> ForgetJob:
+        """Have the store remove a document.
+
+        Call ``finish`` at once, for what is known to be in memory, and again when the
+        job has ended.
+
+        Args:
+            document: Its digest.
+            heads: First chunks that were not registered yet.
+        """
+        job = ForgetJob(document, heads=sorted({*self._take_heads(document), *heads}))
         self._io.write(job)
         return job
 
     def finish(self, job: ForgetJob) -> Removed:
-        """Drop from memory what a finished job stands for."""
+        """Drop from memory what a job stands for, as far as that is known by now.
+
+        If the store has refused it, its heads are known again: the next call for the
+        document needs them.
+        """
         heads = frozenset(job.heads) | frozenset(job.keys)
-        dropped = self.drop(heads)
-        more = self.catch_up()
-        if more is None:
-            return Removed(heads, dropped)
-        everything = None if more.heads is None else heads | more.heads
-        return Removed(everything, [*dropped, *more.dram])
+        removed = Removed(heads, frozenset([job.document]), self.drop(heads))
+        if job.error is not None:
+            known = self._heads.setdefault(job.document, set())
+            self._count += len(heads - known)
+            known |= heads
+        news = self.catch_up()
+        return removed if news is None else removed.plus(news)
 
     def catch_up(self) -> Removed | None:
         """Drop what any process has had removed since the last call.
@@ -119,14 +162,22 @@ class Forgetting:
         Returns:
             What that was, or ``None``.
         """
-        news = self._news()
+        news = self._news(self._writes.epoch)
         if news.epoch == self._writes.epoch:
             return None
         self._writes.epoch = news.epoch
-        gone = self._heads if news.documents is None else news.documents
-        for document in list(gone):
-            self._count -= len(self._heads.pop(document, ()))
-        return Removed(news.heads, self.drop(news.heads))
+        heads = news.heads
+        for document in list(self._heads if news.documents is None else news.documents):
+            # The index may not have heard of ours yet.
+            heads = _union(heads, frozenset(self._take_heads(document)))
+        return Removed(heads, news.documents, self.drop(heads))
+
+    def since(self, epoch: int) -> Removed | None:
+        """What was dropped after an earlier epoch, if anything."""
+        if epoch == self._writes.epoch:
+            return None
+        news = self._news(epoch)
+        return Removed(news.heads, news.documents, [])
 
     def drop(self, heads: Collection[ChunkKey] | None) -> list[ChunkKey]:
         """Remove chunks, and all that follow them, from memory.
@@ -178,6 +229,13 @@ class Forgetting:
         """Where a document begins, as far as this process knows."""
         return self._heads.get(document, ())
 
+    def _take_heads(self, document: bytes) -> set[ChunkKey]:
+        """No longer know where a document begins; return where it did."""
+        heads = self._heads.pop(document, set())
+        self._count -= len(heads)
+        self._unwritten.pop(document, None)
+        return heads
+
     def _now(self) -> int:
         try:
             return self._store.epoch()
@@ -185,12 +243,12 @@ class Forgetting:
             self._trouble.once("index", "the cache index cannot be read", error)
             return 0
 
-    def _news(self) -> Forgotten:
+    def _news(self, epoch: int) -> Forgotten:
         try:
-            return self._store.forgotten_since(self._writes.epoch)
+            return self._store.forgotten_since(epoch)
         except OSError as error:
             self._trouble.once("index", "the cache index cannot be read", error)
-            return Forgotten(self._writes.epoch, frozenset(), frozenset())
+            return Forgotten(epoch, frozenset(), frozenset())
 
     def _prune(self) -> None:
         """Let go of heads of which nothing is left in memory; the index has its own."""
@@ -206,3 +264,8 @@ class Forgetting:
 
 def _is_idle(node: Node) -> bool:
     return node.pins == 0 and node.host is Host.READY and node.disk is not Disk.WRITING
+
+
+def _union(a: frozenset[_T] | None, b: frozenset[_T] | None) -> frozenset[_T] | None:
+    """Of two sets; ``None`` is everything."""
+    return None if a is None or b is None else a | b

@@ -11,7 +11,7 @@ caller. The edge cases are those of PCR (arXiv 2603.23049) and of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,7 @@ from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.forgetting import Removed
 from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.io_pool import InlineIo, IoPool
-from pcr_core.tiers.jobs import ForgetJob, Io, ReadJob
+from pcr_core.tiers.jobs import DocumentJob, ForgetJob, Io, ReadJob
 from pcr_core.tiers.lease import Lease, PathChunk
 from pcr_core.tiers.no_store import NoStore, Store
 from pcr_core.tiers.prefetch import Hints, Wanted
@@ -200,7 +200,6 @@ class TierManager:
                 f"usable do not fit a prompt of {len(tokens)} tokens"
             )
         self.poll()
-        self.catch_up()
         self._note_size(len(keys))
         self.departures.cause = f"request {self.stats.requests + len(self._leases) + 1}"
         nodes = self._tree.grow(self._root, keys, self._settings.tenant)
@@ -270,34 +269,53 @@ class TierManager:
 
     # --- documents ---
 
+    @property
+    def epoch(self) -> int:
+        """Number of the last ``forget`` in the folder that memory has followed.
+
+        Any thread.
+        """
+        return self._writes.epoch
+
+    def forgotten_since(self, epoch: int) -> Removed | None:
+        """What memory has been rid of since an earlier ``epoch``, if anything."""
+        return self._forgetting.since(epoch)
+
     def register(self, heads: Mapping[bytes, ChunkKey]) -> None:
         """Remember where documents begin; see ``Forgetting.register``."""
         self._forgetting.register(heads)
 
-    def begin_forget(self, document: bytes) -> ForgetJob:
+    def begin_forget(
+        self, document: bytes, heads: Iterable[ChunkKey] = ()
+    ) -> ForgetJob:
         """Have everything that contains or follows a document removed from the store.
 
-        Memory follows with ``catch_up`` once the job has ended.
+        Call ``drop_forgotten`` at once and again when the job has ended.
 
         Args:
             document: Its digest.
+            heads: First chunks that were not registered yet.
         """
-        return self._forgetting.begin(document)
+        return self._forgetting.begin(document, heads)
 
     def wait_for(self, job: ForgetJob) -> None:
         """Block until a job has ended. Any thread."""
         self._io.wait([job])
 
-    def end_forget(self, job: ForgetJob) -> Removed:
-        """Drop from memory what a finished job has removed from the store."""
+    def drop_forgotten(self, job: ForgetJob) -> Removed:
+        """Drop from memory what a job is about, as far as that is known by now."""
         self.poll()
         self.version += 1
-        return self._forgetting.finish(job)
+        removed = self._forgetting.finish(job)
+        self._hints.drop(removed.covers)
+        return removed
 
     def catch_up(self) -> Removed | None:
         """Drop what any process has had forgotten since the last call, if anything."""
         removed = self._forgetting.catch_up()
-        self.version += removed is not None
+        if removed is not None:
+            self.version += 1
+            self._hints.drop(removed.covers)
         return removed
 
     def sibling_tokens(self, keys: Sequence[ChunkKey], index: int) -> list[int]:
@@ -328,8 +346,10 @@ class TierManager:
         for job in jobs:
             if isinstance(job, ReadJob):
                 self._reads.apply(job)
-            else:
-                self._writes.apply(job)
+                continue
+            self._writes.apply(job)
+            if isinstance(job, DocumentJob):
+                self._forgetting.apply(job)
         if jobs:
             self.version += 1
         self._writes.settle()
@@ -362,6 +382,7 @@ class TierManager:
 
     def save(self, batch: Sequence[Node]) -> None:
         """Queue a batch of ``unsaved``, and the recency seen so far."""
+        self._forgetting.write()
         self._writes.write(batch)
         self._writes.send_touches()
 

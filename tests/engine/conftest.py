@@ -55,13 +55,13 @@ def _maker(
             "ssd_bytes": "4MiB",
             **settings,
         }
-        made.append(
-            Engine(
-                EngineConfig(**options),
-                model=make_tiny_model("llama") if model is None else model,
-                tokenizer=tokenizer,
-            )
-        )
+        objects = {}
+        if isinstance(model, Path):
+            options["model"] = str(model)
+        else:
+            loaded = make_tiny_model("llama") if model is None else model
+            objects = {"model": loaded, "tokenizer": tokenizer}
+        made.append(Engine(EngineConfig(**options), **objects))
         return made[-1]
 
     yield make
@@ -75,7 +75,8 @@ def make_engine(
 ) -> Iterator[MakeEngine]:
     """``make_engine(**settings)``: an engine on a tiny Llama, in this test's folder.
 
-    Called twice, both engines share the folder: close the first for a restart.
+    ``model=`` takes another loaded model, or the folder of one. Called twice, both
+    engines share the cache folder: close the first for a restart.
     """
     with _maker(tmp_path, probes, make_tiny_model, tiny_tokenizer) as make:
         yield make
