@@ -102,7 +102,7 @@ class MemoryStore:
         bare = {}
         for key in stored:
             above = self.folder.ancestors[key]
-            for parent, child in zip(above, above[1:], strict=False):
+            for parent, child in pairwise(above):
                 if child not in stored:
                     bare[child] = Record(parent, 0, 0, b"", stored[key].tenant)
         roots = {ChunkKey(above[0]) for above in self.folder.ancestors.values()}
