@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
+from itertools import pairwise
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.tiers.chunk_file import ReadOutcome
