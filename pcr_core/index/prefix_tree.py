@@ -159,6 +159,7 @@ class PrefixTree:
         if stamp > node.last_used:
             node.last_used = stamp
             self._clock = max(self._clock, stamp)
+            self._offer_host(node)  # under some policies a later use ranks lower
         self.advance_disk(node, FIND, nbytes)
 
     def add_known(self, key: ChunkKey, parent: bytes, tenant: bytes = b"") -> None:
