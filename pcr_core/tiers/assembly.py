@@ -121,7 +121,7 @@ def assemble(
         tree,
         LookAhead(tree),
         reads,
-        min(_IN_FLIGHT, pool.nbytes // 2),
+        min(_IN_FLIGHT, pool.nbytes // 2) if settings.stop.ahead else 0,
         adopt=writes.adopt,
         identify=lambda want, index: fmt.chunk(want.keys, want.tokens, index),
         stats=stats,

@@ -265,7 +265,7 @@ class TierManager:
         window = [*queue, *self._hints]
         if self._adaptive is not None:
             self._adaptive.look_ahead([want.keys[: want.usable] for want in window])
-        self._prefetcher.update(window if self._settings.stop.ahead else [])
+        self._prefetcher.update(window)
 
     def hint(self, wanted: Wanted) -> None:
         """Fetch, and protect for a while, a prompt that may be asked soon."""

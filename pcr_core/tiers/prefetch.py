@@ -51,7 +51,7 @@ class Prefetcher:
         tree: Residency.
         look_ahead: Protects what the queue needs.
         reads: Starts and undoes reads.
-        limit: Bytes that may be in flight at a time.
+        limit: Bytes that may be in flight at a time; 0 protects and reads nothing.
         adopt: Learns of chunks, by key, that another process may have stored.
         identify: Gives chunk ``index`` of a wanted prompt its identity.
         stats: Counters.
