@@ -265,6 +265,7 @@ def test_hints_protect_what_they_brought(
     until(lambda: engine.stats().cache.dram_chunks == CHUNKS, "prefetching")
     for _ in range(5):
         ask(engine, fresh(7 * 32))
+        assert engine.flush(60)  # what is being written cannot make room
     assert engine.stats().cache.dram_evictions > 0
     result = ask(engine, prompts[0])
     assert answer(result) == expected[0]
