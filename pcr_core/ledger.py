@@ -104,8 +104,12 @@ class Ledger:
     def _strike(self, removed: Removed, waiting: Iterable[Request]) -> int:
         """Take what was forgotten out of the queue's and the history's keys."""
         for request in waiting:
+            # Also where it begins behind a prefix that has never been computed.
+            named = {h for doc, h in request.heads.items() if removed.names(doc)}
             kept = 0
-            while kept < len(request.keys) and not removed.covers(request.keys[kept]):
+            for key in request.keys:
+                if key in named or removed.covers(key):
+                    break
                 kept += 1
             request.keys = request.keys[:kept]
             request.usable = min(request.usable, kept)

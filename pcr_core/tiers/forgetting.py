@@ -8,7 +8,7 @@ it serves a request and while it idles, and drops its copies. Engine thread only
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from pcr_core.index.chunk import ChunkKey
@@ -32,15 +32,21 @@ class Removed:
 
     Attributes:
         heads: Its first chunks, or ``None`` for everything there was.
+        documents: Digests of the documents, or ``None`` likewise.
         dram: Chunks that had a copy in DRAM.
     """
 
     heads: frozenset[ChunkKey] | None
+    documents: frozenset[bytes] | None
     dram: list[ChunkKey]
 
     def covers(self, key: ChunkKey) -> bool:
         """Whether a chunk is one of the heads: it goes, with all that follow it."""
         return self.heads is None or key in self.heads
+
+    def names(self, document: bytes) -> bool:
+        """Whether a document is one of those that were forgotten."""
+        return self.documents is None or document in self.documents
 
 
 class Forgetting:
@@ -75,43 +81,50 @@ class Forgetting:
         self._log = log
         self._heads: dict[bytes, set[ChunkKey]] = {}
         self._count = 0
+        self._most = _MOST_HEADS
         self._doomed: dict[Node, None] = {}
         writes.epoch = self._now()
 
     def register(self, heads: Mapping[bytes, ChunkKey]) -> None:
         """Remember where documents begin. Before their chunks are stored.
 
+        After ``catch_up`` and before the lease, with neither in between: what is known
+        already is not recorded again, and ``catch_up`` may have it forgotten.
+
         Args:
             heads: Digest of a document -> key of the first chunk that has any of it.
         """
+        if self._count > self._most:
+            self._prune()
         fresh = {}
         for document, head in heads.items():
-            known = self._heads.setdefault(document, set())
-            if head not in known:
-                known.add(head)
-                self._count += 1
+            if self._add_heads(document, [head]):
                 fresh[document] = (head,)
         if fresh:
             self._io.write(DocumentJob(fresh, epoch=self._writes.epoch))
-        if self._count > _MOST_HEADS:
-            self._prune()
 
     def begin(self, document: bytes) -> ForgetJob:
         """Have the store remove a document. ``catch_up`` when the job has ended."""
-        job = ForgetJob(document, heads=sorted(self._heads.pop(document, ())))
-        self._count -= len(job.heads)
+        job = ForgetJob(document, heads=sorted(self._pop_heads(document)))
         self._io.write(job)
         return job
 
     def finish(self, job: ForgetJob) -> Removed:
         """Drop from memory what a finished job stands for."""
         heads = frozenset(job.heads) | frozenset(job.keys)
+        documents = frozenset([job.document])
         dropped = self.drop(heads)
+        if job.error is not None:
+            # It will be asked for again, and nobody else may know these.
+            self._add_heads(job.document, job.heads)
         more = self.catch_up()
         if more is None:
-            return Removed(heads, dropped)
-        everything = None if more.heads is None else heads | more.heads
-        return Removed(everything, [*dropped, *more.dram])
+            return Removed(heads, documents, dropped)
+        return Removed(
+            None if more.heads is None else heads | more.heads,
+            None if more.documents is None else documents | more.documents,
+            list(dict.fromkeys([*dropped, *more.dram])),
+        )
 
     def catch_up(self) -> Removed | None:
         """Drop what any process has had removed since the last call.
@@ -123,10 +136,11 @@ class Forgetting:
         if news.epoch == self._writes.epoch:
             return None
         self._writes.epoch = news.epoch
-        gone = self._heads if news.documents is None else news.documents
-        for document in list(gone):
-            self._count -= len(self._heads.pop(document, ()))
-        return Removed(news.heads, self.drop(news.heads))
+        gone = list(self._heads) if news.documents is None else news.documents
+        # Some of ours may not have been in the index when it was forgotten.
+        ours = [head for document in gone for head in self._pop_heads(document)]
+        heads = None if news.heads is None else news.heads.union(ours)
+        return Removed(heads, news.documents, self.drop(heads))
 
     def drop(self, heads: Collection[ChunkKey] | None) -> list[ChunkKey]:
         """Remove chunks, and all that follow them, from memory.
@@ -172,11 +186,23 @@ class Forgetting:
                 self._log.note(node.key, "dram", "forgotten", by="")
                 self._stats.forgotten += 1
                 self._writes.disown(node)
+                if node.disk is Disk.STORED:
+                    # We heard of a write after hearing that it was undone.
+                    self._tree.advance_disk(node, Event.REMOVE)
                 self._dram.free(node, Event.REMOVE)
 
-    def heads_of(self, document: bytes) -> Iterable[ChunkKey]:
-        """Where a document begins, as far as this process knows."""
-        return self._heads.get(document, ())
+    def _add_heads(self, document: bytes, heads: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Add to what is known; return what was not known."""
+        known = self._heads.setdefault(document, set())
+        fresh = set(heads) - known
+        known |= fresh
+        self._count += len(fresh)
+        return fresh
+
+    def _pop_heads(self, document: bytes) -> set[ChunkKey]:
+        heads = self._heads.pop(document, set())
+        self._count -= len(heads)
+        return heads
 
     def _now(self) -> int:
         try:
@@ -193,7 +219,10 @@ class Forgetting:
             return Forgotten(self._writes.epoch, frozenset(), frozenset())
 
     def _prune(self) -> None:
-        """Let go of heads of which nothing is left in memory; the index has its own."""
+        """Let go of heads of which nothing is left in memory; the index has its own.
+
+        Not again before twice as many are known: amortised, it costs nothing.
+        """
         for document, heads in list(self._heads.items()):
             alive = zip(heads, self._tree.match(list(heads)), strict=True)
             kept = {head for head, node in alive if node is not None}
@@ -202,6 +231,7 @@ class Forgetting:
             else:
                 del self._heads[document]
         self._count = sum(map(len, self._heads.values()))
+        self._most = max(_MOST_HEADS, 2 * self._count)
 
 
 def _is_idle(node: Node) -> bool:

@@ -186,6 +186,9 @@ class TierManager:
     ) -> Lease:
         """Pin what is in DRAM, start reading what is on SSD, reserve room for the rest.
 
+        Call ``catch_up`` and ``register`` before, in this order: a request belongs to
+        the epoch in which its documents were registered.
+
         Args:
             keys: Keys of every full chunk of the prompt, root first.
             tokens: The whole prompt.
@@ -200,7 +203,6 @@ class TierManager:
                 f"usable do not fit a prompt of {len(tokens)} tokens"
             )
         self.poll()
-        self.catch_up()
         self._note_size(len(keys))
         self.departures.cause = f"request {self.stats.requests + len(self._leases) + 1}"
         nodes = self._tree.grow(self._root, keys, self._settings.tenant)
@@ -238,8 +240,9 @@ class TierManager:
         self._commit(lease, nodes)
         self._tree.unpin(nodes)
         if not self._closed:
-            kept = [c for c in lease.path if not self._forgetting.is_doomed(c.node)]
-            self._writes.used([c.node for c in kept], [c.id for c in kept])
+            doomed = self._forgetting.is_doomed
+            kept = [(c.node, c.id) for c in lease.path if not doomed(c.node)]
+            self._writes.used(kept, lease.keys)
         self._forgetting.sweep()
         self.version += 1
 
@@ -292,12 +295,16 @@ class TierManager:
         """Drop from memory what a finished job has removed from the store."""
         self.poll()
         self.version += 1
-        return self._forgetting.finish(job)
+        removed = self._forgetting.finish(job)
+        self._hints.strike(removed.covers)
+        return removed
 
     def catch_up(self) -> Removed | None:
         """Drop what any process has had forgotten since the last call, if anything."""
         removed = self._forgetting.catch_up()
-        self.version += removed is not None
+        if removed is not None:
+            self._hints.strike(removed.covers)
+            self.version += 1
         return removed
 
     def sibling_tokens(self, keys: Sequence[ChunkKey], index: int) -> list[int]:

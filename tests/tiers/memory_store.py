@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
+from itertools import pairwise
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.tiers.chunk_file import ReadOutcome
@@ -82,6 +83,7 @@ class MemoryStore:
         self.broken: set[str] = set()
         self.unreadable: set[ChunkKey] = set()
         self.calls: Counter[str] = Counter()
+        self._owed: list[DocumentJob] = []
 
     def _call(self, name: str, what: str) -> None:
         self.calls[name] += 1
@@ -102,7 +104,7 @@ class MemoryStore:
         bare = {}
         for key in stored:
             above = self.folder.ancestors[key]
-            for parent, child in zip(above, above[1:], strict=False):
+            for parent, child in pairwise(above):
                 if child not in stored:
                     bare[child] = Record(parent, 0, 0, b"", stored[key].tenant)
         roots = {ChunkKey(above[0]) for above in self.folder.ancestors.values()}
@@ -139,7 +141,10 @@ class MemoryStore:
             job.outcome = ReadOutcome.OK
 
     def commit(self, jobs) -> None:
+        jobs = [*self._owed, *jobs]
+        self._owed = [job for job in jobs if isinstance(job, DocumentJob)]
         self._call("commit", "write")
+        self._owed = []
         for job in jobs:
             if isinstance(job, WriteJob):
                 job.outcome = self._write(job)
