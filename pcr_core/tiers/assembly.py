@@ -43,12 +43,14 @@ class Shared:
         log: Why chunks are gone.
         prefill: How long computing takes.
         poll: Takes in finished I/O.
+        timer: Seconds, for how long anything takes.
     """
 
     stats: StoreCounters
     log: EvictionLog
     prefill: PrefillTimes
     poll: Callable[[], None]
+    timer: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ def assemble(
         barred=forgetting.is_doomed,
         stats=stats,
         poll=shared.poll,
+        clock=shared.timer,
     )
     prefetcher = Prefetcher(
         tree,

@@ -25,7 +25,7 @@ from pcr_core.tiers.commit_group import CommitGroup
 from pcr_core.tiers.files import Files
 from pcr_core.tiers.folder import CHUNK_FOLDER, prepare_folder
 from pcr_core.tiers.forget_log import Forgotten
-from pcr_core.tiers.jobs import ReadJob, WriterJob
+from pcr_core.tiers.jobs import DocumentJob, ReadJob, WriterJob
 from pcr_core.tiers.records import Contents, IndexTransaction
 from pcr_core.tiers.recovery import Limits, recover, shrink
 from pcr_core.tiers.store_audit import audit_store
@@ -75,6 +75,7 @@ class ChunkStore:
         self._folder = cache_dir / CHUNK_FOLDER
         self._index = ChunkIndex.acquire(cache_dir)
         self._lost = False
+        self._owed: list[DocumentJob] = []
         self._closed = False
         self._opened: tuple[int, Contents] | None = None
         try:
@@ -158,11 +159,37 @@ class ChunkStore:
         after it, and the records change last, so a crash leaves no record of a file
         that was not complete.
 
+        Where documents begin is recorded before any later write, if need be in another
+        group than it was asked for: of what is stored it can always be found.
+
         Raises:
             OSError: If the index refused, the folder is gone, or another writer does
                 not finish. Jobs without an outcome have failed; nothing that was
                 written in this group remains.
         """
+        jobs = [*self._owed, *jobs]
+        self._owed = [job for job in jobs if isinstance(job, DocumentJob)]
+        self._commit(jobs)
+        self._owed = []
+
+    def audit(self, *, fix: bool) -> list[str]:
+        """Read every chunk file and compare it with the index; return what is wrong.
+
+        Args:
+            fix: Also remove what is wrong.
+
+        Raises:
+            StoreError: If the audit could not finish.
+        """
+        return audit_store(self._index, self._folder, self._files, fix=fix)
+
+    def close(self) -> None:
+        """Let go of the folder. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._index.release()
+
+    def _commit(self, jobs: Sequence[WriterJob]) -> None:
         if not self._index.is_present():
             self._lost = True
             raise FileNotFoundError(
@@ -182,23 +209,6 @@ class ChunkStore:
             finally:
                 turn.unclean |= group.unclean
             group.settle()
-
-    def audit(self, *, fix: bool) -> list[str]:
-        """Read every chunk file and compare it with the index; return what is wrong.
-
-        Args:
-            fix: Also remove what is wrong.
-
-        Raises:
-            StoreError: If the audit could not finish.
-        """
-        return audit_store(self._index, self._folder, self._files, fix=fix)
-
-    def close(self) -> None:
-        """Let go of the folder. A second call does nothing."""
-        if not self._closed:
-            self._closed = True
-            self._index.release()
 
     def _read(self, job: ReadJob) -> ReadOutcome:
         key = job.chunk.key

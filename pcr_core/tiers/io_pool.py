@@ -61,6 +61,10 @@ class InlineIo:
         """Return True: they have ended."""
         return True
 
+    def wait_any(self, jobs: Iterable[Job], timeout: float | None = None) -> bool:
+        """Return True: they have ended."""
+        return True
+
     def flush(self, timeout: float | None = None) -> bool:
         """Return True: nothing waits."""
         return True
@@ -182,6 +186,18 @@ class IoPool:
                     and wanted.isdisjoint(self._urgent)
                     and wanted.isdisjoint(self._ahead)
                     and wanted.isdisjoint(self._writes)
+                ),
+                timeout,
+            )
+
+    def wait_any(self, jobs: Iterable[Job], timeout: float | None = None) -> bool:
+        """Block until one of these jobs has ended, or for ``timeout`` seconds."""
+        wanted = set(jobs)
+        with self._lock:
+            return self._progress.wait_for(
+                lambda: (
+                    not wanted
+                    <= self._running.union(self._urgent, self._ahead, self._writes)
                 ),
                 timeout,
             )

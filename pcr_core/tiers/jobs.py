@@ -32,6 +32,7 @@ class ReadJob:
 
     Attributes:
         urgent: A request waits for it; goes before reads that are made ahead.
+        begun: It has started: it cannot be taken back any more.
         seconds: How long the read took, set with the outcome.
         parallel: Reads that ran when it started, itself included.
     """
@@ -40,6 +41,7 @@ class ReadJob:
     chunk: ChunkId
     view: memoryview
     urgent: bool = True
+    begun: bool = False
     outcome: ReadOutcome | None = None
     error: BaseException | None = None
     seconds: float = 0.0
@@ -198,6 +200,13 @@ class Io(Protocol):
             False if ``timeout`` seconds passed first.
         """
 
+    def wait_any(self, jobs: Iterable[Job], timeout: float | None = None) -> bool:
+        """Block until one of these jobs, of which there is one, has ended.
+
+        Returns:
+            False if ``timeout`` seconds passed first.
+        """
+
     def flush(self, timeout: float | None = None) -> bool:
         """Block until the writer has nothing left to do; False at the timeout."""
 
@@ -212,6 +221,7 @@ class Io(Protocol):
 def finish(backend: Backend, job: ReadJob) -> None:
     """Run one read; whatever it raises becomes the job's outcome."""
     started = time.perf_counter()
+    job.begun = True
     try:
         backend.read(job)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
@@ -46,7 +47,7 @@ class Lease:
         prompt_tokens: Length of the prompt.
         readings: Reads under way that this lease waits for, by chunk index.
         done: Indices of the sinks that are filled.
-        waited: Seconds spent in ``settle``.
+        patience: Seconds for which it would still wait for its reads.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Lease:
         self.prompt_tokens = prompt_tokens
         self.readings: dict[int, Reading] = {}
         self.done: set[int] = set()
-        self.waited = 0.0
+        self.patience = math.inf
 
     @property
     def sources(self) -> Mapping[int, Slot]:

@@ -9,8 +9,7 @@ only.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import groupby
 
 from pcr_core.index.node import Disk, Host, Node
@@ -19,8 +18,11 @@ from pcr_core.tiers.chunk_file import ChunkFormat
 from pcr_core.tiers.dram import RUNNING, DramTier
 from pcr_core.tiers.lease import Lease
 from pcr_core.tiers.load_plan import LoadPlanner
-from pcr_core.tiers.read_in import ReadIn
+from pcr_core.tiers.read_in import ReadIn, Reading
 from pcr_core.tiers.stop_policy import StopPolicy
+
+_HANGS = 60.0
+"""Seconds without any read of a request ending after which it waits no more."""
 
 
 class Loading:
@@ -35,6 +37,7 @@ class Loading:
         barred: Whether a chunk must not be lent: it was forgotten.
         stats: Counters.
         poll: Takes in finished I/O.
+        clock: Seconds.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Loading:
         barred: Callable[[Node], bool],
         stats: StoreCounters,
         poll: Callable[[], None],
+        clock: Callable[[], float],
     ) -> None:
         self._dram = dram
         self._reads = reads
@@ -57,9 +61,11 @@ class Loading:
         self._barred = barred
         self._stats = stats
         self._poll = poll
+        self._clock = clock
 
     def lend(self, lease: Lease, usable: int) -> None:
         """Lend what is in DRAM, start reading what is on SSD, reserve the rest."""
+        lease.patience = self._stop.patience
         nodes = [chunk.node for chunk in lease.path]
         for index, node in enumerate(nodes[:usable]):
             if self._barred(node):
@@ -82,19 +88,18 @@ class Loading:
 
     def settle(self, lease: Lease, index: int) -> None:
         """Wait for a chunk, or take it back to be computed; see ``Lease.settle``."""
-        started = time.perf_counter()
         self._poll()
         while index in lease.readings:
             if not self._take_back_front(lease, index):
-                self._await(lease, index, lease.waited + _since(started))
+                self._await(lease, index)
             self._poll()
-        lease.waited += _since(started)
 
     def leave(self, lease: Lease) -> None:
         """A lease ends with reads under way: undo them, or let them end for nobody."""
         for reading in lease.readings.values():
             if not self._reads.drop(reading):
                 reading.reader = None
+        lease.readings.clear()
 
     def _join(self, lease: Lease, index: int, node: Node) -> None:
         """Wait for a read that was started ahead."""
@@ -111,7 +116,7 @@ class Loading:
         while front > 0 and _is_missing(lease, front - 1, stored):
             front -= 1
         before = (run.start - front) * self._format.layout.chunk_tokens
-        first = self._split(lease, run, stored, before)
+        first = self._split(lease, run, stored, before, len(lease.readings))
         self._stats.recomputed += first - run.start
         back = range(first, run.stop)
         # With the front being computed, the reads come to meet it from the back.
@@ -123,7 +128,12 @@ class Loading:
                 lease.readings[index] = reading
 
     def _split(
-        self, lease: Lease, run: range, others: Collection[int], before: int = 0
+        self,
+        lease: Lease,
+        run: range,
+        others: Collection[int],
+        before: int,
+        earlier: int,
     ) -> int:
         """Index of the first chunk of a run to read; those before it are computed.
 
@@ -132,6 +142,7 @@ class Loading:
             run: Chunks that could be read.
             others: Chunks that will not be computed, beside sources and reads.
             before: Tokens directly before the run that are to be computed anyway.
+            earlier: Reads that end before those of the run.
         """
         if not self._stop.recompute:
             return run.start
@@ -140,7 +151,6 @@ class Loading:
         while after < len(lease.path) and _is_missing(lease, after, others):
             after += 1
         end = lease.prompt_tokens if after == len(lease.path) else after * tokens
-        earlier = sum(1 for index in lease.readings if index < run.start)
         return self.planner.split(
             run,
             before=before,
@@ -149,25 +159,35 @@ class Loading:
         )
 
     def _take_back_front(self, lease: Lease, index: int) -> bool:
-        """Compute what has become cheaper to compute; False if nothing has."""
+        """Compute what has become cheaper to compute; False if nothing has.
+
+        Only reads that have not begun are compared: one that has will end, and what
+        comes before it in the prompt gains nothing from throwing it away.
+        """
         run = _run_from(index, lease.readings)
+        if not run:
+            return False
         taken = 0
-        for at in range(index, self._split(lease, run, ())):
+        for at in range(index, self._split(lease, run, (), 0, self._reads.begun)):
             if not self._give_back(lease, at):
                 break
             taken += 1
         self._stats.recomputed += taken
         return taken > 0
 
-    def _await(self, lease: Lease, index: int, waited: float) -> None:
-        reading = lease.readings[index]
-        patience = self._stop.may_wait(waited)
-        if self._reads.wait([reading], patience) or self._give_back(lease, index):
+    def _await(self, lease: Lease, index: int) -> None:
+        """Wait until any read has ended, as then there is something to decide anew."""
+        started = self._clock()
+        seconds = min(_HANGS, lease.patience)
+        if self._reads.wait_any(lease.readings.values(), seconds):
+            lease.patience = max(0.0, lease.patience - (self._clock() - started))
             return
-        # It runs and does not end: its slot stays with it, the chunk is computed.
+        # Nor for the others from now on: each would hang as long again.
+        lease.patience = 0.0
         self._stats.read_timeouts += 1
-        reading.reader = None
-        del lease.readings[index]
+        if not self._give_back(lease, index):
+            # It runs and does not end: its slot stays with it.
+            lease.readings.pop(index).reader = None
 
     def _give_back(self, lease: Lease, index: int) -> bool:
         """Turn a read that has not started into a sink."""
@@ -195,12 +215,9 @@ def _runs(indices: Iterable[int]) -> Iterator[range]:
         yield range(members[0], members[-1] + 1)
 
 
-def _run_from(index: int, pending: Collection[int]) -> range:
+def _run_from(index: int, readings: Mapping[int, Reading]) -> range:
+    """The run of reads that have not begun, from a chunk on; it may be empty."""
     stop = index
-    while stop in pending:
+    while stop in readings and not readings[stop].job.begun:
         stop += 1
     return range(index, stop)
-
-
-def _since(started: float) -> float:
-    return time.perf_counter() - started

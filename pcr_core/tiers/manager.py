@@ -28,7 +28,7 @@ from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.forgetting import Removed
 from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.io_pool import InlineIo, IoPool
-from pcr_core.tiers.jobs import DocumentJob, ForgetJob, Io, ReadJob
+from pcr_core.tiers.jobs import ForgetJob, Io, ReadJob
 from pcr_core.tiers.lease import Lease, PathChunk
 from pcr_core.tiers.no_store import NoStore, Store
 from pcr_core.tiers.prefetch import Hints, Wanted
@@ -36,11 +36,6 @@ from pcr_core.tiers.settings import TierSettings
 
 _SMALL_QUEUE_BYTES = 64 * 2**20
 _POPULATE_AHEAD = 64 * 2**20
-_IN_FLIGHT = 256 * 2**20
-"""Bytes of reads made ahead at a time: enough for the time of a long prefill, during
-which nothing new is started."""
-_REMEMBERED = 65_536
-"""Chunks whose use counts are remembered after they have left every tier."""
 
 ChunkState = Literal["none", "dram", "ssd"]
 
@@ -55,8 +50,8 @@ class TierManager:
         store: The SSD tier; ``NoStore`` to do without.
         io: Runs reads and writes on ``store``.
         settings: Policies.
-        stats: Counters to add to.
         clock: Nanoseconds, for recency that outlives the process.
+        timer: Seconds, for how long a request waits.
 
     Attributes:
         stats: The counters.
@@ -78,11 +73,11 @@ class TierManager:
         io: Io,
         settings: TierSettings | None = None,
         *,
-        stats: StoreCounters | None = None,
         clock: Callable[[], int] = time.time_ns,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = settings or TierSettings()
-        self.stats = stats or StoreCounters()
+        self.stats = StoreCounters()
         self.prefill_times = PrefillTimes()
         self.departures = EvictionLog()
         self.version = 0
@@ -104,7 +99,7 @@ class TierManager:
             store,
             io,
             settings,
-            Shared(self.stats, self.departures, self.prefill_times, self.poll),
+            Shared(self.stats, self.departures, self.prefill_times, self.poll, timer),
         )
         self._format = parts.format
         self._tree = parts.tree
@@ -191,6 +186,9 @@ class TierManager:
     ) -> Lease:
         """Pin what is in DRAM, start reading what is on SSD, reserve room for the rest.
 
+        Call ``catch_up`` and ``register`` before, in this order: a request belongs to
+        the epoch in which its documents were registered.
+
         Args:
             keys: Keys of every full chunk of the prompt, root first.
             tokens: The whole prompt.
@@ -242,8 +240,9 @@ class TierManager:
         self._commit(lease, nodes)
         self._tree.unpin(nodes)
         if not self._closed:
-            kept = [c for c in lease.path if not self._forgetting.is_doomed(c.node)]
-            self._writes.used([c.node for c in kept], [c.id for c in kept])
+            doomed = self._forgetting.is_doomed
+            kept = [(c.node, c.id) for c in lease.path if not doomed(c.node)]
+            self._writes.used(kept, lease.keys)
         self._forgetting.sweep()
         self.version += 1
 
@@ -276,7 +275,7 @@ class TierManager:
 
     @property
     def epoch(self) -> int:
-        """Number of the last ``forget`` in the folder that memory has followed.
+        """Number of the last removal in the folder that memory has followed.
 
         Any thread.
         """
@@ -295,11 +294,9 @@ class TierManager:
     ) -> ForgetJob:
         """Have everything that contains or follows a document removed from the store.
 
-        Call ``drop_forgotten`` at once and again when the job has ended.
-
         Args:
             document: Its digest.
-            heads: First chunks that were not registered yet.
+            heads: First chunks that are not registered yet.
         """
         return self._forgetting.begin(document, heads)
 
@@ -307,20 +304,24 @@ class TierManager:
         """Block until a job has ended. Any thread."""
         self._io.wait([job])
 
-    def drop_forgotten(self, job: ForgetJob) -> Removed:
-        """Drop from memory what a job is about, as far as that is known by now."""
+    def end_forget(self, job: ForgetJob) -> Removed:
+        """Drop from memory what a job is about, as far as that is known by now.
+
+        To be called at once, so that nothing depends on who waits for the job, and
+        again when it has ended.
+        """
         self.poll()
         self.version += 1
         removed = self._forgetting.finish(job)
-        self._hints.drop(removed.covers)
+        self._hints.strike(removed.covers)
         return removed
 
     def catch_up(self) -> Removed | None:
         """Drop what any process has had forgotten since the last call, if anything."""
         removed = self._forgetting.catch_up()
         if removed is not None:
+            self._hints.strike(removed.covers)
             self.version += 1
-            self._hints.drop(removed.covers)
         return removed
 
     def sibling_tokens(self, keys: Sequence[ChunkKey], index: int) -> list[int]:
@@ -351,10 +352,8 @@ class TierManager:
         for job in jobs:
             if isinstance(job, ReadJob):
                 self._reads.apply(job)
-                continue
-            self._writes.apply(job)
-            if isinstance(job, DocumentJob):
-                self._forgetting.apply(job)
+            else:
+                self._writes.apply(job)
         if jobs:
             self.version += 1
         self._writes.settle()
@@ -387,7 +386,6 @@ class TierManager:
 
     def save(self, batch: Sequence[Node]) -> None:
         """Queue a batch of ``unsaved``, and the recency seen so far."""
-        self._forgetting.write()
         self._writes.write(batch)
         self._writes.send_touches()
 

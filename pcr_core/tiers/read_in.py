@@ -92,6 +92,11 @@ class ReadIn:
         """Bytes of the slots that are being filled."""
         return len(self._readings) * self._format.layout.nbytes
 
+    @property
+    def begun(self) -> int:
+        """Reads that cannot be taken back any more."""
+        return sum(job.begun for job in self._readings)
+
     def __iter__(self) -> Iterator[Reading]:
         return iter(list(self._readings.values()))
 
@@ -141,9 +146,13 @@ class ReadIn:
         self._dram.free(reading.node, Event.RELEASE)
         return True
 
-    def wait(self, readings: Iterable[Reading], timeout: float | None) -> bool:
-        """Block until reads have ended; ``apply`` is still to be called for each."""
-        return self._io.wait([reading.job for reading in readings], timeout)
+    def wait_any(self, readings: Iterable[Reading], timeout: float) -> bool:
+        """Block until one of some reads has ended; it is still to be taken in.
+
+        Returns:
+            False if ``timeout`` seconds passed first.
+        """
+        return self._io.wait_any([reading.job for reading in readings], timeout)
 
     def apply(self, job: ReadJob) -> None:
         """Take in a finished read: publish it, or make a hole of it."""

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 from pcr_core.errors import ConfigError
 
-_HANGS = 60.0
-"""Seconds after which a single read counts as hanging and its chunk is computed."""
-
 
 @dataclass(frozen=True, slots=True)
 class StopPolicy:
@@ -28,10 +25,6 @@ class StopPolicy:
     ahead: bool = True
     recompute: bool = True
     patience: float = float("inf")
-
-    def may_wait(self, waited: float) -> float:
-        """Seconds to wait for the next read, after having waited so long."""
-        return max(0.0, min(_HANGS, self.patience - waited))
 
 
 def stop_policy(name: str, timeout: float) -> StopPolicy:

@@ -6,8 +6,9 @@ import errno
 import hashlib
 import os
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,13 +185,20 @@ def open_kit(tmp_path: Path) -> Iterator[SimpleNamespace]:
         io=InlineIo,
         clock: Clock | None = None,
         namespace: Namespace = NAMESPACE,
+        store: Store | None = None,
+        timer: Callable[[], float] = time.monotonic,
         **settings,
     ) -> TierManager:
         pool = HostPool(LAYOUT, slots * LAYOUT.nbytes)
-        store: Store = NoStore()
-        if ssd_chunks:
-            budget = ssd_chunks * FILE_BYTES
-            store = ChunkStore(folder or tmp_path / "cache", budget, files=files)
+        if store is None and ssd_chunks:
+            store = ChunkStore(
+                folder or tmp_path / "cache",
+                ssd_chunks * FILE_BYTES,
+                tenant=settings.get("tenant", b""),
+                quota_bytes=settings.get("quota_bytes"),
+                files=files,
+            )
+        store = store or NoStore()
         made.append(
             TierManager(
                 LAYOUT,
@@ -200,6 +208,7 @@ def open_kit(tmp_path: Path) -> Iterator[SimpleNamespace]:
                 io(store),
                 TierSettings(**settings),
                 clock=clock or Clock(),
+                timer=timer,
             )
         )
         return made[-1]

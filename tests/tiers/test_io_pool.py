@@ -91,6 +91,46 @@ def test_reads_start_in_order_and_wait_covers_them(kit, gate, pool):
     assert io.poll() == []
 
 
+class OneByOne(Gate):
+    """Lets one read through for each ticket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tickets = threading.Semaphore(0)
+
+    def read(self, job):
+        assert self.tickets.acquire(timeout=60)
+        job.outcome = ReadOutcome.OK
+
+
+def test_waiting_for_any_ends_with_the_first(kit):
+    backend = OneByOne()
+    io = IoPool(backend, readers=1)
+    jobs = [read_job(kit, number) for number in range(3)]
+    for job in jobs:
+        io.read(job)
+    assert not io.wait_any(jobs, 0.01)
+    assert not any(job.begun for job in jobs[1:])
+    for job in jobs:
+        backend.tickets.release()
+        assert io.wait_any([job for job in jobs if job.outcome is None], 60)
+    assert io.poll() == jobs
+    assert all(job.begun for job in jobs)
+    assert io.wait_any(jobs, 0.0)  # they have ended
+    io.close()
+
+
+def test_nobody_waits_for_a_read_whose_reader_died(kit, gate, pool):
+    io = pool(readers=1)
+    gate.error = SystemExit("a bug")
+    jobs = [read_job(kit), read_job(kit)]
+    for job in jobs:
+        io.read(job)
+    gate.open.set()
+    assert io.wait_any(jobs, 60)
+    assert io.wait(jobs, 60)
+
+
 def test_waiting_writes_are_grouped(kit, gate, pool):
     io = pool(group=3)
     jobs = [write_job(kit, number) for number in range(5)]

@@ -5,83 +5,13 @@ Times are virtual: a store of declared bandwidth and requests of declared comput
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pcr_core.index.node import Host
 from pcr_core.tiers import stop_policy
-from tests.tiers.conftest import LAYOUT, keys_of, prompt
-from tests.tiers.virtual import VirtualIo, VirtualTime
-
-CHUNK_SECONDS = 1.0
-BANDWIDTH = LAYOUT.nbytes / CHUNK_SECONDS
-
-
-@dataclass(eq=False)
-class Waiting:
-    """A request in the queue."""
-
-    tokens: list[int]
-
-    @property
-    def keys(self):
-        return keys_of(self.tokens)
-
-    @property
-    def usable(self):
-        return (len(self.tokens) - 1) // LAYOUT.chunk_tokens
-
-
-def question(*chunks: int) -> Waiting:
-    return Waiting([*prompt(*chunks), 1])
-
-
-class World:
-    """A manager over a slow virtual disk, with prompts that are on it already."""
-
-    def __init__(self, kit, stored, *, slots=64, bandwidth=BANDWIDTH, **settings):
-        self.kit = kit
-        self.time = VirtualTime()
-        first = kit.manager(slots=64, ssd_chunks=200)
-        for one in stored:
-            kit.serve(first, one.tokens)
-        first.close()
-        made: list[VirtualIo] = []
-
-        def io(store):
-            made.append(VirtualIo(store, self.time, bandwidth=bandwidth))
-            return made[-1]
-
-        self.manager = kit.manager(slots=slots, ssd_chunks=200, io=io, **settings)
-        self.io = made[0]
-
-    def look(self, *queue: Waiting) -> None:
-        self.manager.poll()
-        self.manager.look_ahead(queue)
-
-    def run(self, request: Waiting, compute: float = 0.0) -> SimpleNamespace:
-        """Serve a request; returns its tiers and the read time it was exposed to."""
-        before = self.io.waited
-        self.manager.poll()
-        with self.manager.lease(request.keys, request.tokens, request.usable) as lease:
-            lease.wait()
-            for index, slot in lease.sources.items():
-                assert bytes(slot.view) == self.kit.content(request.keys[index])
-            for index, slot in lease.sinks.items():
-                slot.view[:] = self.kit.content(request.keys[index])
-                lease.filled(index)
-            self.time.now += compute
-            tiers = dict(lease.tiers)
-        exposed = self.io.waited - before
-        return SimpleNamespace(tiers=tiers, exposed=exposed)
-
-    def in_dram(self, request: Waiting) -> list[bool]:
-        self.manager.poll()
-        return [state == "dram" for state in self.manager.match(request.keys)]
+from tests.tiers.world import CHUNK_SECONDS, Waiting, World, question
 
 
 def test_nearest_request_first_and_root_first(kit):
@@ -237,54 +167,6 @@ def test_newer_hints_push_old_ones_out(kit):
         world.manager.hint(hint)
     assert len(world.manager._hints) == 16
     assert hints[0] not in list(world.manager._hints)
-
-
-def test_wait_complete_waits_although_computing_is_faster(kit):
-    request = question(1, 2, 3)
-    world = World(kit, [request], stop=stop_policy("wait_complete", 1.0))
-    _computing_is_fast(world.manager)
-    assert set(world.run(request).tiers.values()) == {"ssd"}
-
-
-def test_best_effort_computes_where_that_is_faster(kit):
-    request = question(1, 2, 3)
-    world = World(kit, [request, question(9)], stop=stop_policy("best_effort", 1.0))
-    _computing_is_fast(world.manager)
-    found = world.run(request)
-    assert found.tiers == {}
-    assert found.exposed == 0.0
-    assert world.manager.snapshot().recomputed == 3
-    assert world.manager.snapshot().ssd_chunks == 4  # still there, not written again
-    assert world.manager.snapshot().written == 0
-
-
-def test_timeout_waits_for_so_long_and_computes_the_rest(kit):
-    request = question(1, 2, 3, 4)
-    world = World(kit, [request], stop=stop_policy("timeout", 2.5))
-    # Loading measures real time, which stands still here: each wait may take it all.
-    found = world.run(request)
-    assert world.manager.check().ok
-    assert found.tiers
-    assert world.in_dram(request) == [True] * 4
-
-
-def _computing_is_fast(manager) -> None:
-    for _ in range(8):
-        manager.prefill_times.observe(0, 64, 64e-6)
-        manager._reads.times.observe(LAYOUT.nbytes, CHUNK_SECONDS)
-
-
-def test_a_read_that_hangs_costs_its_chunk_only(kit, monkeypatch):
-    request = question(1, 2, 3)
-    world = World(kit, [request])
-    world.io._latency = 1e6
-    found = world.run(request)
-    assert 0 not in found.tiers
-    assert world.manager.snapshot().read_timeouts >= 1
-    world.io._latency = 0.0
-    world.time.now += 1e7
-    assert world.in_dram(request)[0]
-    assert world.manager.check().ok
 
 
 @given(

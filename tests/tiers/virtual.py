@@ -1,9 +1,9 @@
-"""A disk on a virtual clock: declared latency and bandwidth, no waiting in tests."""
+"""Time and I/O that are computed: a disk of declared latency and bandwidth."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from pcr_core.tiers.jobs import Job, ReadJob, WriterJob, finish, finish_group
 
@@ -19,28 +19,34 @@ class VirtualTime:
 
 
 class VirtualIo:
-    """One reader: ``latency + bytes / bandwidth`` each, urgent first. Writes are free.
+    """Readers that share a disk, urgent reads first. Writes are free.
+
+    A read takes ``latency + readers * bytes / bandwidth``, as if all readers were
+    always busy.
 
     Attributes:
-        waited: Seconds that ``wait`` let pass.
+        waited: Seconds that waiting let pass.
         order: Keys in the order in which their reads started.
     """
 
-    def __init__(self, backend, time: VirtualTime, latency=0.0, bandwidth=1e9) -> None:
+    def __init__(
+        self, backend, time: VirtualTime, latency=0.0, bandwidth=1e9, readers=1
+    ) -> None:
         self._backend = backend
         self._time = time
-        self._latency = latency
-        self._bandwidth = bandwidth
+        self.latency = latency
+        self.bandwidth = bandwidth
         self._urgent: deque[tuple[float, ReadJob]] = deque()
         self._ahead: deque[tuple[float, ReadJob]] = deque()
-        self._running: tuple[float, ReadJob] | None = None
-        self._free = 0.0
+        self._running: list[tuple[float, ReadJob]] = []
+        self._readers = readers
+        self._free = [0.0] * readers
         self._done: deque[Job] = deque()
         self.waited = 0.0
         self.order: list[bytes] = []
 
     def seconds(self, job: ReadJob) -> float:
-        return self._latency + len(job.view) / self._bandwidth
+        return self.latency + self._readers * len(job.view) / self.bandwidth
 
     def read(self, job: ReadJob) -> None:
         self._catch_up()
@@ -74,11 +80,25 @@ class VirtualIo:
 
     def wait(self, jobs: Iterable[Job], timeout: float | None = None) -> bool:
         """Let time pass until the jobs have ended."""
-        wanted = set(jobs)
+        wanted = list(jobs)
+        return self._until(lambda: all(job.outcome for job in wanted), timeout)
+
+    def wait_any(self, jobs: Iterable[Job], timeout: float | None = None) -> bool:
+        """Let time pass until one of the jobs has ended."""
+        wanted = list(jobs)
+        return self._until(lambda: any(job.outcome for job in wanted), timeout)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        return True
+
+    def close(self, timeout: float = 10.0) -> bool:
+        return self._until(lambda: not self._running, None)
+
+    def _until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
         start = self._time.now
-        while any(job.outcome is None for job in wanted):
-            assert self._running is not None
-            end = self._running[0]
+        self._catch_up()
+        while not condition():
+            end = min(end for end, _ in self._running)
             if timeout is not None and end > start + timeout:
                 self._time.now = start + timeout
                 self.waited += timeout
@@ -88,29 +108,22 @@ class VirtualIo:
         self.waited += self._time.now - start
         return True
 
-    def flush(self, timeout: float | None = None) -> bool:
-        return True
-
-    def close(self, timeout: float = 10.0) -> bool:
-        while self._running is not None:
-            self._time.now = self._running[0]
-            self._catch_up()
-        return True
-
     def _catch_up(self) -> None:
-        """Let the reader do what it has done by now."""
+        """Let the readers do what they have done by now."""
         while True:
-            if self._running is not None:
-                end, job = self._running
-                if end > self._time.now:
-                    return
-                finish(self._backend, job)
-                job.seconds = self.seconds(job)
-                self._done.append(job)
-                self._running, self._free = None, end
-            queue = self._urgent or self._ahead
-            if not queue:
+            while self._free and (queue := self._urgent or self._ahead):
+                asked, job = queue.popleft()
+                self.order.append(job.chunk.key)
+                job.begun = True
+                job.parallel = len(self._running) + 1
+                begins = max(self._free.pop(0), asked)
+                self._running.append((begins + self.seconds(job), job))
+            ended = [one for one in self._running if one[0] <= self._time.now]
+            if not ended:
                 return
-            asked, job = queue.popleft()
-            self.order.append(job.chunk.key)
-            self._running = (max(self._free, asked) + self.seconds(job), job)
+            end, job = min(ended, key=lambda one: one[0])
+            self._running.remove((end, job))
+            finish(self._backend, job)
+            job.seconds = self.seconds(job)
+            self._done.append(job)
+            self._free.append(end)
