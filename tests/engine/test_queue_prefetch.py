@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from typing import Any
 
@@ -14,6 +16,7 @@ from pcr_core import (
     RequestError,
 )
 from tests.engine.kit import (
+    GREEDY,
     Reads,
     answer,
     ask,
@@ -294,6 +297,63 @@ def test_a_hint_to_a_closed_engine(make_engine: Any) -> None:
 
 
 # --- the end ---
+
+
+@pytest.mark.parametrize("prefetch", ["best_effort", "wait_complete"])
+def test_cancel_while_waiting_for_reads(
+    make_engine: Any, reads: Reads, prompts: Any, expected: Any, prefetch: str
+) -> None:
+    engine = make_engine(prefetch=prefetch)
+    reads.close()
+    running = engine.submit(prompts[0], GREEDY)
+    until(lambda: reads.begun == 2, "two readers")
+    running.cancel()
+    with pytest.raises(CancelledError):
+        running.result(20)
+    other = fresh(100)
+    assert ask(engine, other).token_ids, "the disk still hangs"
+    stats = engine.stats()
+    assert stats.cancelled == 1
+    assert stats.cache.read_timeouts == 0
+    reads.open()
+    until(lambda: not is_reading(engine), "what had begun")
+    assert engine.check().ok
+    assert answer(ask(engine, prompts[0])) == expected[0]
+
+
+def test_an_interrupt_while_waiting_for_reads(
+    make_engine: Any, reads: Reads, prompts: Any, expected: Any
+) -> None:
+    engine = make_engine()
+    reads.close()
+    press = threading.Thread(
+        target=lambda: (
+            until(lambda: reads.begun == 2, "two readers"),
+            os.kill(os.getpid(), signal.SIGINT),
+        )
+    )
+    press.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts[0], GREEDY)
+    press.join(60)
+    assert ask(engine, fresh(100)).token_ids
+    assert engine.stats().cancelled == 1
+
+
+def test_close_while_a_request_waits_for_reads(
+    make_engine: Any, reads: Reads, prompts: Any, expected: Any
+) -> None:
+    engine = make_engine()
+    reads.close()
+    running = engine.submit(prompts[0], GREEDY)
+    until(lambda: reads.begun == 2, "two readers")
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    with pytest.raises(EngineClosedError, match="closed"):
+        running.result(20)
+    reads.open()
+    closer.join(60)
+    assert not closer.is_alive()
 
 
 def test_close_while_reading_ahead(
