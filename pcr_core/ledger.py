@@ -137,7 +137,7 @@ class Ledger:
         )
 
     def _carry_out(self, removal: Removal, waiting: Sequence[Request]) -> None:
-        removed = self._tiers.drop_forgotten(removal.job)
+        removed = self._tiers.end_forget(removal.job)
         removal.dram.update(removed.dram)
         removal.prompts += self._strike(removed, waiting)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pcr_core.documents import ForgetReceipt
-from pcr_core.errors import CancelledError, ModelError, PcrError
+from pcr_core.errors import CancelledError, EngineClosedError, ModelError, PcrError
 from pcr_core.explain.lookup import Lookup
 from pcr_core.ledger import Ledger, Removal
 from pcr_core.model.generation import Generation
@@ -36,6 +36,7 @@ class EngineLoop:
     Attributes:
         tiers: The tier manager.
         finished, cancelled, failed: Requests that ended so.
+        closing: Says whether all work is to end; asked while a request is prefilled.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class EngineLoop:
         self._scheduler = Scheduler()
         self._active: Generation | None = None
         self._seen = (-1, -1)
+        self.closing: Callable[[], bool] = lambda: False
 
     @property
     def busy(self) -> bool:
@@ -140,6 +142,7 @@ class EngineLoop:
         self._ledger.note(request)
         self._active = Generation(self._runner, self._tokenizer, request, self._end_ids)
         with self.tiers.lease(request.keys, request.tokens, request.usable) as lease:
+            lease.checkpoint = lambda: self._checkpoint(request)
             # The queue has moved up: its next request is read for while this one runs.
             self._look_ahead()
             self._prefill(self._active, lease)
@@ -150,7 +153,7 @@ class EngineLoop:
             sources=lease.sources,
             sinks=lease.sinks,
             filled=lease.filled,
-            between=generation.request.raise_if_cancelled,
+            between=lease.checkpoint,
             pending=lease.pending,
             settle=lease.settle,
         )
@@ -161,6 +164,12 @@ class EngineLoop:
         except ModelError:
             lease.discard()  # KV behind a failed forward or NaN logits is worthless
             raise
+
+    def _checkpoint(self, request: Request) -> None:
+        """Raise if nobody waits for a request any more."""
+        request.raise_if_cancelled()
+        if self.closing():
+            raise EngineClosedError("the engine is closed; build a new one")
 
     def _decode(self) -> None:
         assert self._active is not None

@@ -278,6 +278,7 @@ def _serve(
 def _run(door: Door, loop: EngineLoop) -> None:
     """Body of the engine thread. However it ends, nobody is left waiting."""
     reason: BaseException = EngineClosedError("the engine was closed")
+    loop.closing = lambda: door.closed
     try:
         while _take_in(door, loop):
             door.left(loop.step())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.node import Disk, Event, Host, Node
@@ -24,7 +23,6 @@ from pcr_core.tiers.no_store import Store
 from pcr_core.tiers.trouble import TroubleLog
 from pcr_core.tiers.write_back import WriteBack
 
-_T = TypeVar("_T")
 _MOST_HEADS = 100_000
 
 
@@ -47,16 +45,8 @@ class Removed:
         return self.heads is None or key in self.heads
 
     def names(self, document: bytes) -> bool:
-        """Whether a document is one of those, by its digest."""
+        """Whether a document is one of those that were forgotten."""
         return self.documents is None or document in self.documents
-
-    def plus(self, other: Removed) -> Removed:
-        """Both together."""
-        return Removed(
-            _union(self.heads, other.heads),
-            _union(self.documents, other.documents),
-            [*self.dram, *other.dram],
-        )
 
 
 class Forgetting:
@@ -90,71 +80,56 @@ class Forgetting:
         self._trouble = trouble
         self._log = log
         self._heads: dict[bytes, set[ChunkKey]] = {}
-        self._unwritten: dict[bytes, set[ChunkKey]] = {}
         self._count = 0
+        self._most = _MOST_HEADS
         self._doomed: dict[Node, None] = {}
         writes.epoch = self._now()
 
     def register(self, heads: Mapping[bytes, ChunkKey]) -> None:
         """Remember where documents begin. Before their chunks are stored.
 
+        After ``catch_up`` and before the lease, with neither in between: what is known
+        already is not recorded again, and ``catch_up`` may have it forgotten.
+
         Args:
             heads: Digest of a document -> key of the first chunk that has any of it.
         """
-        for document, head in heads.items():
-            known = self._heads.setdefault(document, set())
-            if head not in known:
-                known.add(head)
-                self._count += 1
-                self._unwritten.setdefault(document, set()).add(head)
-        self.write()
-        if self._count > _MOST_HEADS:
+        if self._count > self._most:
             self._prune()
-
-    def write(self) -> None:
-        """Have the store remember where documents begin, as far as it does not know."""
-        if self._unwritten:
-            self._io.write(DocumentJob(self._unwritten, epoch=self._writes.epoch))
-            self._unwritten = {}
-
-    def apply(self, job: DocumentJob) -> None:
-        """Take in a finished job; one that was refused is repeated with the next."""
-        if job.error is None:
-            return
-        for document, heads in job.heads.items():
-            known = self._heads.get(document, set())
-            again = known.intersection(heads)  # what was forgotten meanwhile is not
-            if again:
-                self._unwritten.setdefault(document, set()).update(again)
+        fresh = {}
+        for document, head in heads.items():
+            if self._add_heads(document, [head]):
+                fresh[document] = (head,)
+        if fresh:
+            self._io.write(DocumentJob(fresh, epoch=self._writes.epoch))
 
     def begin(self, document: bytes, heads: Iterable[ChunkKey] = ()) -> ForgetJob:
-        """Have the store remove a document.
-
-        Call ``finish`` at once, for what is known to be in memory, and again when the
-        job has ended.
+        """Have the store remove a document. ``finish`` at once and when it has ended.
 
         Args:
             document: Its digest.
-            heads: First chunks that were not registered yet.
+            heads: First chunks that are not registered yet.
         """
-        job = ForgetJob(document, heads=sorted({*self._take_heads(document), *heads}))
+        job = ForgetJob(document, heads=sorted({*self._pop_heads(document), *heads}))
         self._io.write(job)
         return job
 
     def finish(self, job: ForgetJob) -> Removed:
-        """Drop from memory what a job stands for, as far as that is known by now.
-
-        If the store has refused it, its heads are known again: the next call for the
-        document needs them.
-        """
+        """Drop from memory what a job stands for, as far as that is known by now."""
         heads = frozenset(job.heads) | frozenset(job.keys)
-        removed = Removed(heads, frozenset([job.document]), self.drop(heads))
+        documents = frozenset([job.document])
+        dropped = self.drop(heads)
         if job.error is not None:
-            known = self._heads.setdefault(job.document, set())
-            self._count += len(heads - known)
-            known |= heads
-        news = self.catch_up()
-        return removed if news is None else removed.plus(news)
+            # It will be asked for again, and nobody else may know these.
+            self._add_heads(job.document, job.heads)
+        more = self.catch_up()
+        if more is None:
+            return Removed(heads, documents, dropped)
+        return Removed(
+            None if more.heads is None else heads | more.heads,
+            None if more.documents is None else documents | more.documents,
+            list(dict.fromkeys([*dropped, *more.dram])),
+        )
 
     def catch_up(self) -> Removed | None:
         """Drop what any process has had removed since the last call.
@@ -166,10 +141,10 @@ class Forgetting:
         if news.epoch == self._writes.epoch:
             return None
         self._writes.epoch = news.epoch
-        heads = news.heads
-        for document in list(self._heads if news.documents is None else news.documents):
-            # The index may not have heard of ours yet.
-            heads = _union(heads, frozenset(self._take_heads(document)))
+        gone = list(self._heads) if news.documents is None else news.documents
+        # Some of ours may not have been in the index when it was forgotten.
+        ours = [head for document in gone for head in self._pop_heads(document)]
+        heads = None if news.heads is None else news.heads.union(ours)
         return Removed(heads, news.documents, self.drop(heads))
 
     def since(self, epoch: int) -> Removed | None:
@@ -223,17 +198,22 @@ class Forgetting:
                 self._log.note(node.key, "dram", "forgotten", by="")
                 self._stats.forgotten += 1
                 self._writes.disown(node)
+                if node.disk is Disk.STORED:
+                    # We heard of a write after hearing that it was undone.
+                    self._tree.advance_disk(node, Event.REMOVE)
                 self._dram.free(node, Event.REMOVE)
 
-    def heads_of(self, document: bytes) -> Iterable[ChunkKey]:
-        """Where a document begins, as far as this process knows."""
-        return self._heads.get(document, ())
+    def _add_heads(self, document: bytes, heads: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Add to what is known; return what was not known."""
+        known = self._heads.setdefault(document, set())
+        fresh = set(heads) - known
+        known |= fresh
+        self._count += len(fresh)
+        return fresh
 
-    def _take_heads(self, document: bytes) -> set[ChunkKey]:
-        """No longer know where a document begins; return where it did."""
+    def _pop_heads(self, document: bytes) -> set[ChunkKey]:
         heads = self._heads.pop(document, set())
         self._count -= len(heads)
-        self._unwritten.pop(document, None)
         return heads
 
     def _now(self) -> int:
@@ -251,7 +231,10 @@ class Forgetting:
             return Forgotten(epoch, frozenset(), frozenset())
 
     def _prune(self) -> None:
-        """Let go of heads of which nothing is left in memory; the index has its own."""
+        """Let go of heads of which nothing is left in memory; the index has its own.
+
+        Not again before twice as many are known: amortised, it costs nothing.
+        """
         for document, heads in list(self._heads.items()):
             alive = zip(heads, self._tree.match(list(heads)), strict=True)
             kept = {head for head, node in alive if node is not None}
@@ -260,12 +243,8 @@ class Forgetting:
             else:
                 del self._heads[document]
         self._count = sum(map(len, self._heads.values()))
+        self._most = max(_MOST_HEADS, 2 * self._count)
 
 
 def _is_idle(node: Node) -> bool:
     return node.pins == 0 and node.host is Host.READY and node.disk is not Disk.WRITING
-
-
-def _union(a: frozenset[_T] | None, b: frozenset[_T] | None) -> frozenset[_T] | None:
-    """Of two sets; ``None`` is everything."""
-    return None if a is None or b is None else a | b

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Protocol
@@ -48,6 +48,7 @@ class Lease:
         readings: Reads under way that this lease waits for, by chunk index.
         done: Indices of the sinks that are filled.
         patience: Seconds for which it would still wait for its reads.
+        checkpoint: Called now and then during ``settle``; may raise to end it.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Lease:
         self.readings: dict[int, Reading] = {}
         self.done: set[int] = set()
         self.patience = math.inf
+        self.checkpoint: Callable[[], None] = lambda: None
 
     @property
     def sources(self) -> Mapping[int, Slot]:

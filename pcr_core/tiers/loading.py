@@ -24,6 +24,9 @@ from pcr_core.tiers.stop_policy import StopPolicy
 _HANGS = 60.0
 """Seconds without any read of a request ending after which it waits no more."""
 
+_GLANCE = 0.125
+"""Seconds between two looks at whether it is still wanted."""
+
 
 class Loading:
     """Lends slots to leases.
@@ -178,8 +181,7 @@ class Loading:
     def _await(self, lease: Lease, index: int) -> None:
         """Wait until any read has ended, as then there is something to decide anew."""
         started = self._clock()
-        seconds = min(_HANGS, lease.patience)
-        if self._reads.wait_any(lease.readings.values(), seconds):
+        if self._wait(lease, min(_HANGS, lease.patience)):
             lease.patience = max(0.0, lease.patience - (self._clock() - started))
             return
         # Nor for the others from now on: each would hang as long again.
@@ -188,6 +190,17 @@ class Loading:
         if not self._give_back(lease, index):
             # It runs and does not end: its slot stays with it.
             lease.readings.pop(index).reader = None
+
+    def _wait(self, lease: Lease, seconds: float) -> bool:
+        """Wait in short pieces, because whoever asked may have gone meanwhile."""
+        while not self._reads.wait_any(
+            lease.readings.values(), max(0.0, min(seconds, _GLANCE))
+        ):
+            seconds -= _GLANCE
+            if seconds <= 0.0:
+                return False
+            lease.checkpoint()
+        return True
 
     def _give_back(self, lease: Lease, index: int) -> bool:
         """Turn a read that has not started into a sink."""

@@ -28,7 +28,7 @@ from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.forgetting import Removed
 from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.io_pool import InlineIo, IoPool
-from pcr_core.tiers.jobs import DocumentJob, ForgetJob, Io, ReadJob
+from pcr_core.tiers.jobs import ForgetJob, Io, ReadJob
 from pcr_core.tiers.lease import Lease, PathChunk
 from pcr_core.tiers.no_store import NoStore, Store
 from pcr_core.tiers.prefetch import Hints, Wanted
@@ -186,6 +186,9 @@ class TierManager:
     ) -> Lease:
         """Pin what is in DRAM, start reading what is on SSD, reserve room for the rest.
 
+        Call ``catch_up`` and ``register`` before, in this order: a request belongs to
+        the epoch in which its documents were registered.
+
         Args:
             keys: Keys of every full chunk of the prompt, root first.
             tokens: The whole prompt.
@@ -237,8 +240,9 @@ class TierManager:
         self._commit(lease, nodes)
         self._tree.unpin(nodes)
         if not self._closed:
-            kept = [c for c in lease.path if not self._forgetting.is_doomed(c.node)]
-            self._writes.used([c.node for c in kept], [c.id for c in kept])
+            doomed = self._forgetting.is_doomed
+            kept = [(c.node, c.id) for c in lease.path if not doomed(c.node)]
+            self._writes.used(kept, lease.keys)
         self._forgetting.sweep()
         self.version += 1
 
@@ -271,7 +275,7 @@ class TierManager:
 
     @property
     def epoch(self) -> int:
-        """Number of the last ``forget`` in the folder that memory has followed.
+        """Number of the last removal in the folder that memory has followed.
 
         Any thread.
         """
@@ -290,11 +294,9 @@ class TierManager:
     ) -> ForgetJob:
         """Have everything that contains or follows a document removed from the store.
 
-        Call ``drop_forgotten`` at once and again when the job has ended.
-
         Args:
             document: Its digest.
-            heads: First chunks that were not registered yet.
+            heads: First chunks that are not registered yet.
         """
         return self._forgetting.begin(document, heads)
 
@@ -302,20 +304,24 @@ class TierManager:
         """Block until a job has ended. Any thread."""
         self._io.wait([job])
 
-    def drop_forgotten(self, job: ForgetJob) -> Removed:
-        """Drop from memory what a job is about, as far as that is known by now."""
+    def end_forget(self, job: ForgetJob) -> Removed:
+        """Drop from memory what a job is about, as far as that is known by now.
+
+        To be called at once, so that nothing depends on who waits for the job, and
+        again when it has ended.
+        """
         self.poll()
         self.version += 1
         removed = self._forgetting.finish(job)
-        self._hints.drop(removed.covers)
+        self._hints.strike(removed.covers)
         return removed
 
     def catch_up(self) -> Removed | None:
         """Drop what any process has had forgotten since the last call, if anything."""
         removed = self._forgetting.catch_up()
         if removed is not None:
+            self._hints.strike(removed.covers)
             self.version += 1
-            self._hints.drop(removed.covers)
         return removed
 
     def sibling_tokens(self, keys: Sequence[ChunkKey], index: int) -> list[int]:
@@ -346,10 +352,8 @@ class TierManager:
         for job in jobs:
             if isinstance(job, ReadJob):
                 self._reads.apply(job)
-                continue
-            self._writes.apply(job)
-            if isinstance(job, DocumentJob):
-                self._forgetting.apply(job)
+            else:
+                self._writes.apply(job)
         if jobs:
             self.version += 1
         self._writes.settle()
@@ -382,7 +386,6 @@ class TierManager:
 
     def save(self, batch: Sequence[Node]) -> None:
         """Queue a batch of ``unsaved``, and the recency seen so far."""
-        self._forgetting.write()
         self._writes.write(batch)
         self._writes.send_touches()
 

@@ -144,9 +144,9 @@ class Hints:
         kept = [h for h in self._hints if not h.keys or h.keys[-1] not in present]
         self._hints = deque(kept, self._hints.maxlen)
 
-    def drop(self, covered: Callable[[ChunkKey], bool]) -> None:
-        """Drop the hints that have a chunk of which ``covered`` says yes."""
-        kept = [h for h in self._hints if not any(map(covered, h.keys))]
+    def strike(self, forgotten: Callable[[ChunkKey], bool]) -> None:
+        """Drop the hints that have any of the chunks that were forgotten."""
+        kept = [hint for hint in self._hints if not any(map(forgotten, hint.keys))]
         self._hints = deque(kept, self._hints.maxlen)
 
     def __iter__(self) -> Iterator[Wanted]:

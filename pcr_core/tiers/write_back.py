@@ -113,13 +113,22 @@ class WriteBack:
             return {}
 
     def adopt(self, keys: Sequence[ChunkKey]) -> None:
-        """Take in those of some chunks that another engine or process has stored."""
+        """Take in those chunks of a prompt that another engine or process has stored.
+
+        Args:
+            keys: Of its chunks, root first.
+        """
         known = zip(keys, self._tree.match(keys), strict=True)
         unknown = [key for key, node in known if node is None or not _is_held(node)]
-        for key, record in self.find(unknown).items():
-            self._tree.add_stored(
-                key, record.parent, record.size, record.stamp, record.tenant
-            )
+        found = self.find(unknown)
+        parent = ChunkKey(self._format.namespace.root)
+        for key in keys if found else ():
+            record = found.pop(key, None)
+            if record is not None:
+                self._add(key, record)
+            elif found:  # there is more behind it, which must be found through it
+                self._tree.add_known(key, parent, self._store.tenant)
+            parent = key
 
     def resync(self) -> None:
         """Bring the disk states in line with the index, after others changed it."""
@@ -131,27 +140,37 @@ class WriteBack:
         for key, record in contents.bare.items():
             self._tree.add_known(key, record.parent, record.tenant)
         for key, record in contents.stored.items():
-            if not self._is_hidden(key):
-                self._tree.add_stored(
-                    key, record.parent, record.size, record.stamp, record.tenant
-                )
+            if self._is_hidden(key):
+                self._tree.add_known(key, record.parent, record.tenant)
+            else:
+                self._add(key, record)
         for node in list(self._tree.nodes()):
             if node.disk is Disk.STORED and node.key not in contents.stored:
                 self._log.note(node.key, "ssd", "removed by another process", by="")
                 self._tree.advance_disk(node, Event.REMOVE)
         self._tree.prune()
 
+    def _add(self, key: ChunkKey, record: Record) -> None:
+        self._tree.add_stored(
+            key, record.parent, record.size, record.stamp, record.tenant
+        )
+
     # --- what is written and removed ---
 
-    def used(self, path: Sequence[Node], chunks: Sequence[ChunkId]) -> None:
+    def used(
+        self, path: Iterable[tuple[Node, ChunkId]], keys: Sequence[ChunkKey]
+    ) -> None:
         """A request has used a path: queue what the policy wants written, root first.
 
         Making room never evicts a chunk used more recently than the one to be
         written: a path longer than the budget keeps its head, whatever its length.
+
+        Args:
+            path: Its chunks, without those that must not be written.
+            keys: Of all its chunks.
         """
-        keys = [node.key for node in path]
         wanted = []
-        for node, chunk in zip(path, chunks, strict=True):
+        for node, chunk in path:
             if node.disk is Disk.STORED:
                 self._touched[node.key] = node.last_used
             elif node.host is Host.READY and node.disk is Disk.NONE:

@@ -7,15 +7,17 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 
-from pcr_core import Engine, Result, SamplingParams
+from pcr_core import Completion, Engine, Result, SamplingParams
 from pcr_core.index.chunk import ChunkKey, chunk_keys
-from pcr_core.tiers.files import Files
+from pcr_core.stats import CacheStats
+from pcr_core.tiers import ChunkStore
 
 GREEDY = SamplingParams(max_tokens=4, logprobs=True)
 _PATIENCE = 15.0
@@ -78,34 +80,86 @@ def stored_tokens(folder: Path) -> dict[str, list[int]]:
     return found
 
 
+def slots_for(engine: Engine, chunks: int) -> int:
+    """DRAM bytes that hold so many chunks."""
+    return int(engine._loop.tiers._format.layout.nbytes) * chunks
+
+
+def uncached(engine: Engine) -> Engine:
+    """The same engine, reusing nothing from now on."""
+    engine._runner.usable_chunks = lambda tokens: 0  # type: ignore[method-assign]
+    return engine
+
+
+def cache(engine: Engine) -> CacheStats:
+    """Counters as they are now; also while the engine's thread waits for something."""
+    return engine._loop.tiers.stats.snapshot()
+
+
+def is_reading(engine: Engine) -> bool:
+    """Whether a read is queued or under way."""
+    io = engine._loop.tiers._io
+    with io._lock:
+        return bool(io._urgent or io._ahead or io._running)
+
+
+@contextmanager
+def busy(engine: Engine, prompts: Sequence[Any] = ()) -> Iterator[list[Completion]]:
+    """A request is running, with these behind it, until the block ends."""
+    submitted, entered, gate = (threading.Event() for _ in range(3))
+
+    def pause() -> None:
+        entered.set()
+        assert gate.wait(_PATIENCE), "the block has not ended"
+
+    engine._door.call(lambda: submitted.wait(_PATIENCE))
+    running = engine.submit(fresh(5), SamplingParams(max_tokens=1))
+    running.subscribe(pause)
+    waiting = [engine.submit(prompt, GREEDY) for prompt in prompts]
+    submitted.set()
+    assert entered.wait(_PATIENCE), "the request has not begun"
+    try:
+        yield waiting
+    finally:
+        gate.set()
+
+
 class Reads:
-    """Reads of chunk files that wait for a gate."""
+    """Reads of chunks: counted, and held back while the gate is closed.
+
+    Attributes:
+        begun: How many have begun.
+        seconds: What each takes at least.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = 0
+        self.seconds = 0.0
         self._gate = threading.Event()
+        self._gate.set()
         self._lock = threading.Lock()
-        read = Files.preadv
+        read = ChunkStore.read
 
-        def preadv(files: Files, fd: int, buffers: Any, at: int) -> int:
+        def held_back(store: ChunkStore, job: Any) -> None:
             with self._lock:
                 self.begun += 1
-            assert self._gate.wait(_PATIENCE), "the gate was never opened"
-            return read(files, fd, buffers, at)
+            assert self._gate.wait(60), "the gate was never opened"
+            time.sleep(self.seconds)
+            read(store, job)
 
-        monkeypatch.setattr(Files, "preadv", preadv)
+        monkeypatch.setattr(ChunkStore, "read", held_back)
 
     def open(self) -> None:
-        """Let them through, now and later."""
+        """Let them through."""
         self._gate.set()
 
     def close(self) -> None:
-        """Hold them again."""
+        """Hold them back."""
         self._gate.clear()
 
 
 def gated_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
-    """The body of a fixture."""
+    """The body of a fixture that is to be set up before any engine."""
     reads = Reads(monkeypatch)
     yield reads
     reads.open()

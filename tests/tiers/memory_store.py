@@ -83,6 +83,7 @@ class MemoryStore:
         self.broken: set[str] = set()
         self.unreadable: set[ChunkKey] = set()
         self.calls: Counter[str] = Counter()
+        self._owed: list[DocumentJob] = []
 
     def _call(self, name: str, what: str) -> None:
         self.calls[name] += 1
@@ -140,7 +141,10 @@ class MemoryStore:
             job.outcome = ReadOutcome.OK
 
     def commit(self, jobs) -> None:
+        jobs = [*self._owed, *jobs]
+        self._owed = [job for job in jobs if isinstance(job, DocumentJob)]
         self._call("commit", "write")
+        self._owed = []
         for job in jobs:
             if isinstance(job, WriteJob):
                 job.outcome = self._write(job)
