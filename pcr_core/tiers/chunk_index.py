@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -73,7 +73,8 @@ class ChunkIndex:
                 with self._writer.turn() as turn:
                     self._env = _open_environment(folder / INDEX_FOLDER)
                     opened.callback(self._env.close)
-                    self._identity = self._on_disk()
+                    self._data = os.open(self._file, os.O_RDWR)
+                    opened.callback(os.close, self._data)
                     self._check_length(may_be_short=turn.unclean)
                     with self._env.begin(write=True) as txn:
                         self._tables = Tables.open(self._env, txn)
@@ -131,7 +132,7 @@ class ChunkIndex:
     def is_present(self) -> bool:
         """False once the index file was deleted or replaced under us."""
         try:
-            return self._on_disk() == self._identity
+            return os.path.samestat(os.stat(self._file), os.fstat(self._data))
         except OSError:
             return False
 
@@ -173,14 +174,22 @@ class ChunkIndex:
         with _translated():
             return int(self._env.info()["last_txnid"])
 
-    def turn(self) -> AbstractContextManager[Turn]:
+    @contextmanager
+    def turn(self) -> Iterator[Turn]:
         """Wait for this thread's turn at writing, for a limited time.
 
         Raises:
             TimeoutError: If another writer does not finish.
         """
         self.check_process()
-        return self._writer.turn()
+        with self._writer.turn() as turn:
+            try:
+                yield turn
+            finally:
+                try:
+                    self._pad()
+                except OSError:
+                    turn.unclean = True
 
     @contextmanager
     def write(self) -> Iterator[IndexTransaction]:
@@ -189,11 +198,12 @@ class ChunkIndex:
         To be opened in this thread's ``turn()``.
         """
         self.check_process()
+        # Pages that a dead process was reading would never be used again.
+        self._env.reader_check()
         with _translated(), self._env.begin(write=True) as txn:
             transaction = IndexTransaction(txn, self._tables)
             yield transaction
             transaction.finish()
-        self._pad()
 
     @contextmanager
     def _read(self) -> Iterator[lmdb.Transaction]:
@@ -205,10 +215,6 @@ class ChunkIndex:
     def _file(self) -> Path:
         return self._folder / INDEX_FOLDER / _DATA_FILE
 
-    def _on_disk(self) -> tuple[int, int]:
-        stat = self._file.stat()
-        return stat.st_dev, stat.st_ino
-
     def _wanted_length(self) -> int:
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
@@ -218,12 +224,12 @@ class ChunkIndex:
         To touch a mapped page behind the end of its file kills the process (SIGBUS).
 
         Args:
-            may_be_short: The last writer died between its commit and ``_pad``.
+            may_be_short: The last writer died, maybe between its commit and ``_pad``.
 
         Raises:
             IndexTroubleError: If the file was cut short.
         """
-        wanted, length = self._wanted_length(), self._file.stat().st_size
+        wanted, length = self._wanted_length(), os.fstat(self._data).st_size
         if wanted > _MAP_BYTES or (length < wanted and not may_be_short):
             raise IndexTroubleError(
                 f"{_DATA_FILE} is damaged: it has {length} bytes instead of {wanted}"
@@ -237,21 +243,18 @@ class ChunkIndex:
         reads them either, but a file that ends before them looks like one cut short.
         """
         wanted = self._wanted_length()
-        if self._file.stat().st_size < wanted:
-            with open(self._file, "r+b") as file:
-                file.truncate(wanted)
-                os.fsync(file.fileno())
+        if os.fstat(self._data).st_size < wanted:
+            os.ftruncate(self._data, wanted)
+            os.fsync(self._data)
 
 
 def _open_environment(folder: Path) -> lmdb.Environment:
-    env = lmdb.open(
+    return lmdb.open(
         str(folder),
         map_size=_MAP_BYTES,
         max_readers=_MAX_READERS,
         max_dbs=len(Tables._fields),
     )
-    env.reader_check()
-    return env
 
 
 @contextmanager

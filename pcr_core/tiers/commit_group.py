@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.tiers.chunk_file import StrayFileError, chunk_path, discard, write_chunk
@@ -47,7 +46,8 @@ class CommitGroup:
         self._limits = limits
         self._stray_bytes = 0
         self._written: list[Path] = []
-        self._must_flush = False
+        self._must_flush = self._must_sweep = False
+        self._left: list[str] = []
         self._settled: list[Callable[[], None]] = []
         self._since: dict[int, Forgotten] = {}
         self.unclean = False
@@ -70,18 +70,21 @@ class CommitGroup:
                 self._register(txn, job)
             else:
                 self._forget(txn, job)
+        if self._must_sweep:
+            # Whatever else lies there without a record may be forgotten, too.
+            self.sweep(txn)
         if self._must_flush:
             self._files.fsync_folder(self._folder)
 
-    def sweep(self, txn: IndexTransaction) -> list[str]:
-        """Remove files that no record names; return those that are left.
+    def sweep(self, txn: IndexTransaction) -> None:
+        """Remove files that no record names.
 
         Those that cannot be removed take room from the budget.
         """
         left = sweep(txn, self._folder, self._files)
+        self._left = list(left)
         self._stray_bytes = sum(left.values())
         self.unclean = bool(left)
-        return list(left)
 
     def settle(self) -> None:
         """After the commit: give the jobs their outcomes."""
@@ -175,24 +178,29 @@ class CommitGroup:
             return
         heads = txn.forgotten.heads(job.document).union(job.heads)
         txn.forgotten.clear(job.document)
-        receipt = self._remove(txn, job.document, heads)
-        self._settled.append(lambda: receipt.write_to(job))
+        keys, files, epoch = self._remove(txn, job.document, heads)
+
+        def settle() -> None:
+            job.keys, job.files, job.left = keys, list(files), self._left
+            job.nbytes, job.epoch = sum(files.values()), epoch
+
+        self._settled.append(settle)
 
     def _remove(
         self, txn: IndexTransaction, document: bytes, heads: Collection[ChunkKey]
-    ) -> _Receipt:
+    ) -> tuple[list[ChunkKey], dict[str, int], int]:
+        """Forget; return keys of records, bytes of files that went, and the epoch."""
         gone = txn.remove_subtrees(heads)
-        files, nbytes = [], 0
+        files = {}
         for key, record in gone.items():
             path = chunk_path(self._folder, key)
             if record.size and discard(self._files, path):
-                files.append(path.name)
-                nbytes += record.size
-        epoch = txn.forgotten.record(document, heads)
+                files[path.name] = record.size
+            else:
+                self._stray_bytes += record.size
+        self._must_flush = self._must_sweep = True
         self._since.clear()
-        self._must_flush = True
-        # Whatever else lies there without a record may be of this document, too.
-        return _Receipt(list(gone), files, self.sweep(txn), nbytes, epoch)
+        return list(gone), files, txn.forgotten.record(document, heads)
 
     # --- parts ---
 
@@ -206,17 +214,3 @@ class CommitGroup:
             job.outcome = outcome
 
         self._settled.append(settle)
-
-
-class _Receipt(NamedTuple):
-    """What a ``ForgetJob`` is told; the fields are documented there."""
-
-    keys: list[ChunkKey]
-    files: list[str]
-    left: list[str]
-    nbytes: int
-    epoch: int
-
-    def write_to(self, job: ForgetJob) -> None:
-        job.keys, job.files, job.left = self.keys, self.files, self.left
-        job.nbytes, job.epoch = self.nbytes, self.epoch

@@ -177,6 +177,8 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(budget=st.integers(2, 8), quota=st.integers(0, 4))
     def start(self, budget, quota):
         self.limits = [(budget, 0, None), (budget, 1, quota)]
+        # What each store tries to register again after a group was refused.
+        self.unregistered = [[], []]
         size = self.kit.file_nbytes
         for most, tenant, own in self.limits:
             store = ChunkStore(
@@ -219,9 +221,13 @@ class StoreMachine(RuleBasedStateMachine):
     def commit(self, orders, tenant):
         tried = copy.deepcopy(self.model)
         tried.begin(next(iter(self.files.broken), None))
+        for seen in self.unregistered[tenant]:
+            tried.see(*seen)
         jobs, wanted = [], []
         for name, *details in orders:
             job, want = getattr(self, name)(tried, self.limits[tenant], *details)
+            if name == "see":
+                self.unregistered[tenant].append(self.seen)
             jobs.append(job)
             wanted.append(want)
         refused = tried.flushes and tried.broken == "fsync_folder"
@@ -235,6 +241,7 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             assert not refused
             self.model = tried
+            self.unregistered[tenant] = []
         for job, want in zip(jobs, wanted, strict=True):
             want(job)
 
@@ -274,7 +281,8 @@ class StoreMachine(RuleBasedStateMachine):
     def see(self, tried, limits, document, path, back):
         epoch = max(0, len(tried.log) - back)
         heads = head_of(path, document)
-        tried.see(document, heads, epoch)
+        self.seen = document, heads, epoch
+        tried.see(*self.seen)
         keys = [self.key(head) for head in heads]
         return DocumentJob({self.digest(document): keys}, epoch), lambda job: None
 
@@ -286,12 +294,14 @@ class StoreMachine(RuleBasedStateMachine):
         gone = tried.remove(document, heads)
         epoch = len(tried.log)
         removed = sizes - tried.files
-        left = {self.name(path) for path in present & tried.files}
+        kept = present & tried.files
 
         def check(job):
             assert set(job.keys) == {self.key(path) for path in gone}
             assert set(job.files) == {self.name(path) for path in removed}
             assert job.nbytes == len(removed) * self.kit.file_nbytes
+            # A later job of the group may have written one of them anew.
+            left = {self.name(path) for path in kept & self.model.stray}
             assert left <= set(job.left)
             assert job.epoch == epoch
 
