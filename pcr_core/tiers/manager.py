@@ -230,6 +230,9 @@ class TierManager:
     def release(self, lease: Lease) -> None:
         """End a lease; see ``Lease``."""
         self._leases.discard(lease)
+        if self._closed:  # its slots have gone already
+            lease.readings.clear()
+            return
         self._loading.leave(lease)
         self.poll()
         nodes = [chunk.node for chunk in lease.path]
@@ -241,10 +244,9 @@ class TierManager:
         self._count(lease)
         self._commit(lease, nodes)
         self._tree.unpin(nodes)
-        if not self._closed:
-            doomed = self._forgetting.is_doomed
-            kept = [(c.node, c.id) for c in lease.path if not doomed(c.node)]
-            self._writes.used(kept, lease.keys)
+        doomed = self._forgetting.is_doomed
+        kept = [(c.node, c.id) for c in lease.path if not doomed(c.node)]
+        self._writes.used(kept, lease.keys)
         self._forgetting.sweep()
         self.version += 1
 

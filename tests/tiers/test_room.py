@@ -206,5 +206,6 @@ def test_flush_writes_the_latest_first(kit):
     ask(manager, 1, 2)
     ask(manager, 3, 4, 5)
     manager.flush()
+    manager.poll()
     assert stored(store, 3, 4, 5) == [True] * 3
     assert (manager.stats.written, manager.stats.ssd_evictions) == (3, 0)
