@@ -150,6 +150,7 @@ class MemoryStore:
                 job.outcome = self._write(job)
             elif isinstance(job, DeleteJob):
                 for key in job.keys:
+                    self.unreadable.discard(key)
                     self.folder.records.pop(key, None)
                     self.folder.bytes.pop(key, None)
                     self.folder.ancestors.pop(key, None)
@@ -172,21 +173,19 @@ class MemoryStore:
         folder, key, lineage = self.folder, job.chunk.key, job.lineage()
         if folder.since(job.epoch).covers([*lineage, key]):
             return WriteOutcome.FORGOTTEN
-        if key in folder.records and not job.replace:
+        if key in folder.records:
             return WriteOutcome.STORED
-        freed = folder.records[key].size if key in folder.records else 0
-        if folder.used_bytes() - freed + job.nbytes > self.budget_bytes:
+        if folder.used_bytes() + job.nbytes > self.budget_bytes:
             return WriteOutcome.NO_ROOM
         if self.quota_bytes is not None:
             mine = folder.used_bytes(self.tenant)
-            if mine - freed + job.nbytes > self.quota_bytes:
+            if mine + job.nbytes > self.quota_bytes:
                 return WriteOutcome.NO_ROOM
         folder.records[key] = Record(
             job.chunk.parent, job.nbytes, job.stamp, b"", self.tenant
         )
         folder.bytes[key] = bytes(job.view)
         folder.ancestors[key] = lineage
-        self.unreadable.discard(key)
         return WriteOutcome.STORED
 
     def _register(self, job: DocumentJob) -> None:
