@@ -139,34 +139,6 @@ def test_what_a_refused_group_leaves_is_removed_by_the_next(kit, store, job):
     assert kit.file_bytes(kit.folder) == one.used_bytes() == kit.file_nbytes
 
 
-def test_a_replaced_chunk_never_has_two_files(kit, store, job):
-    most = []
-
-    class Watching(kit.FaultyFiles):
-        def writev(self, fd, buffers):
-            count = super().writev(fd, buffers)
-            most.append(len(kit.chunk_files(kit.folder)))
-            return count
-
-    one = store(1, files=Watching())
-    one.commit([job(1)])
-    one.commit([again := job(1, replace=True)])
-    assert again.outcome is WriteOutcome.STORED
-    assert most == [1, 1]
-
-
-def test_a_replacement_that_fails_leaves_no_chunk(kit, store, job):
-    files = kit.FaultyFiles()
-    one = store(files=files)
-    one.commit([job(1), job(1, 2)])
-    files.broken["writev"] = errno.EIO
-    one.commit([again := job(1, replace=True)])
-    assert again.outcome is WriteOutcome.FAILED
-    assert set(one.records()) == {key(kit, 1, 2)}
-    assert set(one.bare_records()) == {key(kit, 1)}
-    assert one.audit(fix=False) == []
-
-
 def test_a_disk_too_full_for_the_mark_is_not_in_the_way(kit, store, job, monkeypatch):
     one = store()
     one.commit([job(1)])
