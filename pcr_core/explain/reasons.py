@@ -94,9 +94,11 @@ class _Reasons:
         size = self._look.chunk_tokens
         read = {"dram": 0, "ssd": 0, "none": 0}
         missing = []
+        end = min(stop, len(self._look.tokens) - self._look.must_compute)
         for chunk in range(first // size, min(-(-stop // size), self._look.usable)):
             state = self._look.states[chunk]
-            read[state] += min(stop, (chunk + 1) * size) - max(first, chunk * size)
+            begin = max(first, chunk * size)
+            read[state] += max(0, min(end, (chunk + 1) * size) - begin)
             if state == "none":
                 missing.append(chunk)
         rest = stop - first - read["dram"] - read["ssd"]
