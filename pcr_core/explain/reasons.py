@@ -17,6 +17,12 @@ from pcr_core.explain.history import PastPrompt, Sighting, document_order, sight
 from pcr_core.explain.lookup import Lookup
 
 Reason = tuple[Verdict, str]
+_LIMITS = {
+    "dram budget": "dram_bytes",
+    "ssd budget": "ssd_bytes",
+    "quota": "namespace_bytes",
+}
+"""Why a chunk had to go -> the setting that would have kept it."""
 
 
 def explain(lookup: Lookup, decode: Decode) -> Explanation:
@@ -135,8 +141,8 @@ class _Reasons:
         )
         if len(missing) > 1:
             text += f", first of {len(missing)} missing chunks"
-        if "budget" in record.reason:
-            text += f"; a larger {record.tier}_bytes keeps more"
+        if record.reason in _LIMITS:
+            text += f"; a larger {_LIMITS[record.reason]} keeps more"
         return text
 
     def _new_prompt(self, chunk: int) -> Reason:
