@@ -58,8 +58,13 @@ class Ledger:
         if request.remembered:
             self._history.add(request.tokens, request.spans)
 
-    def lookup(self, request: Request) -> Lookup:
-        """All that is known about a prompt. Changes nothing."""
+    def lookup(self, request: Request, must_compute: int) -> Lookup:
+        """All that is known about a prompt. Changes nothing.
+
+        Args:
+            request: The prompt.
+            must_compute: Tokens at its end that run in any case.
+        """
         states = self._tiers.match(request.keys)
         missing = [i for i, state in enumerate(states) if state == "none"]
         gone = {
@@ -67,12 +72,11 @@ class Ledger:
             for index in missing
             if (record := self._tiers.departures.find(request.keys[index])) is not None
         }
-        usable = request.usable * self._tiers.chunk_tokens
         return Lookup(
             request.tokens,
             self._tiers.chunk_tokens,
             states,
-            must_compute=len(request.tokens) - usable,
+            must_compute=must_compute,
             spans=request.spans,
             earlier=self._earlier(request, missing),
             sightings=[self._history.sighting(span) for span in request.spans],

@@ -74,8 +74,8 @@ class EngineLoop:
 
     def lookup(self, request: Request) -> Lookup:
         """What is known about a prompt, for ``explain``. Changes nothing."""
-        request.usable = self._runner.usable_chunks(len(request.tokens))
-        return self._ledger.lookup(request)
+        must_compute = self._runner.must_compute(len(request.tokens))
+        return self._ledger.lookup(request, must_compute)
 
     def begin_forget(self, document: bytes) -> Removal:
         """Forget a document in memory, and start on the store; see ``Ledger``."""

@@ -33,7 +33,8 @@ class Lookup:
         tokens: Its token ids.
         chunk_tokens: Tokens per chunk.
         states: For each full chunk, the fastest tier that has it.
-        must_compute: Tokens at its end that run anyway.
+        must_compute: Tokens at its end that run anyway; they may begin in a chunk that
+            is read.
         spans: The documents in it.
         earlier: Earlier prompts that may be like it; the most similar one counts. After
             a restart: the tokens up to the first missing chunk, followed by those of a
@@ -67,5 +68,6 @@ class Lookup:
 
     @property
     def usable(self) -> int:
-        """Leading chunks that may be read rather than computed."""
-        return max(0, len(self.tokens) - self.must_compute) // self.chunk_tokens
+        """Leading chunks of which something may be read rather than computed."""
+        readable = max(0, len(self.tokens) - self.must_compute)
+        return min(len(self.states), -(-readable // self.chunk_tokens))

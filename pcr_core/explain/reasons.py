@@ -17,6 +17,12 @@ from pcr_core.explain.history import PastPrompt, Sighting, document_order, sight
 from pcr_core.explain.lookup import Lookup
 
 Reason = tuple[Verdict, str]
+_LIMITS = {
+    "dram budget": "dram_bytes",
+    "ssd budget": "ssd_bytes",
+    "quota": "namespace_bytes",
+}
+"""Why a chunk had to go -> the setting that would have kept it."""
 
 
 def explain(lookup: Lookup, decode: Decode) -> Explanation:
@@ -94,9 +100,11 @@ class _Reasons:
         size = self._look.chunk_tokens
         read = {"dram": 0, "ssd": 0, "none": 0}
         missing = []
+        end = min(stop, len(self._look.tokens) - self._look.must_compute)
         for chunk in range(first // size, min(-(-stop // size), self._look.usable)):
             state = self._look.states[chunk]
-            read[state] += min(stop, (chunk + 1) * size) - max(first, chunk * size)
+            begin = max(first, chunk * size)
+            read[state] += max(0, min(end, (chunk + 1) * size) - begin)
             if state == "none":
                 missing.append(chunk)
         rest = stop - first - read["dram"] - read["ssd"]
@@ -133,8 +141,8 @@ class _Reasons:
         )
         if len(missing) > 1:
             text += f", first of {len(missing)} missing chunks"
-        if "budget" in record.reason:
-            text += f"; a larger {record.tier}_bytes keeps more"
+        if record.reason in _LIMITS:
+            text += f"; a larger {_LIMITS[record.reason]} keeps more"
         return text
 
     def _new_prompt(self, chunk: int) -> Reason:

@@ -76,6 +76,12 @@ def usable_chunks(tokens: int, chunk_tokens: int, cuts: Cuts) -> int:
     return (tokens - 1) // chunk_tokens
 
 
+def must_compute(tokens: int, chunk_tokens: int, cuts: Cuts) -> int:
+    """Tokens at a prompt's end that are computed though every chunk can be read."""
+    read = usable_chunks(tokens, chunk_tokens, cuts) * chunk_tokens
+    return tokens - min(read, (tokens - 1) // cuts.align * cuts.align)
+
+
 def front_chunk(position: int, chunk_tokens: int, sources: Container[int]) -> int:
     """The chunk at which computation would go on from ``position``.
 

@@ -27,6 +27,7 @@ from pcr_core.model.prefill_plan import (
     Cuts,
     Segment,
     front_chunk,
+    must_compute,
     next_segment,
     usable_chunks,
 )
@@ -144,6 +145,10 @@ class Runner:
     def usable_chunks(self, tokens: int) -> int:
         """How many leading chunks of a prompt of ``tokens`` tokens may be read."""
         return usable_chunks(tokens, self._chunk_tokens, self.cuts)
+
+    def must_compute(self, tokens: int) -> int:
+        """How many tokens at a prompt's end run, even if every chunk is there."""
+        return must_compute(tokens, self._chunk_tokens, self.cuts)
 
     def make_ready(self) -> None:
         """Allocate and touch a buffer, so that the first request need not.

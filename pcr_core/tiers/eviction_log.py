@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,6 +51,15 @@ class EvictionLog:
         self._capacity = capacity
         self._clock = clock
         self._gone: OrderedDict[ChunkKey, Gone] = OrderedDict()
+
+    @contextmanager
+    def on_account_of(self, cause: str) -> Iterator[None]:
+        """Within the block, room is made for something else."""
+        before, self.cause = self.cause, cause
+        try:
+            yield
+        finally:
+            self.cause = before
 
     def note(
         self, key: ChunkKey, tier: Tier, reason: str, *, by: str | None = None

@@ -268,7 +268,8 @@ class TierManager:
         window = [*queue, *self._hints]
         if self._adaptive is not None:
             self._adaptive.look_ahead([want.keys[: want.usable] for want in window])
-        self._prefetcher.update(window)
+        with self.departures.on_account_of("reading ahead"):
+            self._prefetcher.update(window)
 
     def hint(self, wanted: Wanted) -> None:
         """Fetch, and protect for a while, a prompt that may be asked soon."""

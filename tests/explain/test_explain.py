@@ -114,8 +114,13 @@ def test_a_prompt_run_before_is_reused_to_its_last_full_chunk(service: Service) 
 def test_the_last_token_runs_even_if_its_chunk_is_stored(service: Service) -> None:
     text = "x" * (2 * CHUNK - 1)  # and a BOS
     service.run(text)
-    assert service.explain(text).computed_tokens == CHUNK
-    assert service.explain(text, must_compute=CHUNK + 1).hit_tokens == 0
+    assert service.explain(text).computed_tokens == 1
+    found = service.explain(text, must_compute=4)
+    assert (found.hit_tokens, found.computed_tokens) == (2 * CHUNK - 4, 4)
+    assert found.prompt.verdict == "end of prompt"
+    assert "the last 4 tokens always run" in found.prompt.why
+    assert service.explain(text, must_compute=CHUNK).computed_tokens == CHUNK
+    assert service.explain(text, must_compute=2 * CHUNK).hit_tokens == 0
 
 
 def test_hits_are_counted_by_tier_and_document(service: Service) -> None:
@@ -545,7 +550,7 @@ def lookups(draw: st.DrawFn) -> Lookup:
                 st.sampled_from(["none", "dram", "ssd"]), min_size=full, max_size=full
             )
         ),
-        must_compute=draw(st.integers(1, 5)),
+        must_compute=draw(st.integers(1, 2 * CHUNK)),
         spans=found,
         earlier=draw(
             st.lists(st.builds(PastPrompt.of, st.lists(token, max_size=20), spans))
@@ -563,16 +568,14 @@ def lookups(draw: st.DrawFn) -> Lookup:
 @given(lookups())
 def test_numbers_add_up_for_anything(service: Service, lookup: Lookup) -> None:
     found = explain(lookup, service.decode)
-    readable = lookup.states[: lookup.usable]
-    assert found.prompt.dram_tokens == 4 * readable.count("dram")
-    assert found.prompt.ssd_tokens == 4 * readable.count("ssd")
+    full = len(lookup.states)
     assert found.computed_tokens >= min(lookup.must_compute, len(lookup.tokens))
     assert len(found.documents) == len(lookup.spans)
     for part in (found.prompt, *found.documents):
         reused = [
-            readable[i // 4]
+            lookup.states[i // 4]
             for i in range(part.first_token, part.stop_token)
-            if i // 4 < len(readable) and readable[i // 4] != "none"
+            if i // 4 < full and i < len(lookup.tokens) - lookup.must_compute
         ]
         assert part.dram_tokens == reused.count("dram")
         assert part.ssd_tokens == reused.count("ssd")

@@ -17,6 +17,7 @@ from pcr_core.model.prefill_plan import (
     free,
     front_chunk,
     grid,
+    must_compute,
     next_segment,
     shape_independent,
     usable_chunks,
@@ -171,6 +172,14 @@ def test_usable_chunks(tokens: int, fine: int, coarse: int) -> None:
     assert usable_chunks(tokens, 32, grid(32)) == coarse
     # A chunk that is one tile would run again whole: reading it gains nothing.
     assert usable_chunks(32, ROW_UNIT, shape_independent()) == 1
+
+
+@pytest.mark.parametrize("cuts", [shape_independent(), grid(32), free()])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 32, 33, 48, 64, 95, 96, 97, 100])
+def test_what_runs_in_any_case(tokens: int, cuts: Cuts) -> None:
+    stored = set(range(usable_chunks(tokens, 32, cuts)))
+    (only,) = plan_prefill(tokens, 32, stored, cuts)
+    assert must_compute(tokens, 32, cuts) == only.stop - only.start
 
 
 def test_a_hole_in_the_middle_is_one_forward() -> None:
