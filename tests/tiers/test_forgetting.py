@@ -342,7 +342,7 @@ def test_chunks_behind_some_that_are_in_no_tier(process, folder):
     one, two = process(folder), process(folder)
     one.serve(1, 2, 3, 4)
     for key in keys_of(prompt(1, 2, 3)):  # damaged, say
-        del folder.records[key]
+        folder.remove(key)
     two.manager.look_ahead([question(1, 2, 3, 4)])
     two.settle()
     assert two.states(1, 2, 3, 4) == ["none", "none", "none", "dram"]

@@ -233,7 +233,8 @@ def test_a_chunk_that_goes_while_room_is_made_for_it(kit):
     real = world.manager._dram.save
 
     def save(victim):
-        folder.records.clear()
+        for key in list(folder.records):
+            folder.remove(key)
         world.manager._catalogue.resync()
         return real(victim)
 
