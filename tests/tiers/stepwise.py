@@ -16,6 +16,10 @@ from pcr_core.tiers.jobs import (
 from tests.tiers.virtual import VirtualTime
 
 
+_STEP = 0.1
+"""Seconds that an operation takes: less than whoever waits waits at a time."""
+
+
 class StepIo:
     """Reads in any order, writes first in, first out. Nothing happens by itself.
 
@@ -125,11 +129,11 @@ class StepIo:
         return True
 
     def _one_ends(self, wanted: set[Job], timeout: float | None) -> bool:
-        if self.hanging or (timeout is not None and timeout < 1.0):
+        if self.hanging or (timeout is not None and timeout < _STEP):
             assert timeout is not None, "this would wait for ever"
             self._time.now += timeout
             return False
-        self._time.now += 1.0
+        self._time.now += _STEP
         if not wanted.isdisjoint(self.writes):
             self.run_writes(1)
             return True
