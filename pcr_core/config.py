@@ -45,6 +45,12 @@ def parse_bytes(size: object) -> int:
     return int(float(number) * (1024 if binary else 1000) ** power)
 
 
+def _not_bool(number: object) -> object:
+    if isinstance(number, bool):
+        raise ValueError(f"must be a number, not {number}")
+    return number
+
+
 def _budget(size: object) -> int | str:
     if size == "auto":
         return "auto"
@@ -61,6 +67,8 @@ def _window(count: object) -> int | str:
     return count
 
 
+Integer = Annotated[int, BeforeValidator(_not_bool)]
+Real = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
 ByteSize = Annotated[int, BeforeValidator(parse_bytes)]
 Budget = Annotated[int | Literal["auto"], BeforeValidator(_budget)]
 Window = Annotated[int | Literal["auto"], BeforeValidator(_window)]
@@ -133,16 +141,16 @@ class EngineConfig(BaseModel):
     cache_dir: Path = Path("~/.cache/pcr")
     dram_bytes: Budget = "auto"
     ssd_bytes: ByteSize = 20 * 1024**3
-    chunk_tokens: int = Field(default=128, ge=16, le=4096, multiple_of=16)
+    chunk_tokens: Integer = Field(default=128, ge=16, le=4096, multiple_of=16)
     exact: bool | None = None
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    threads: int | None = Field(default=None, ge=1)
-    max_queue: int = Field(default=1024, ge=1)
+    threads: Integer | None = Field(default=None, ge=1)
+    max_queue: Integer = Field(default=1024, ge=1)
     eviction: Literal["lookahead-lru", "lru", "pgdsf", "adaptive"] = "lookahead-lru"
     lookahead_window: Window = "auto"
     prefetch: Literal["best_effort", "wait_complete", "timeout", "off"] = "best_effort"
-    prefetch_timeout: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    prefetch_timeout: Real = Field(default=1.0, gt=0)
     write_policy: Literal["write_through", "second_touch", "on_evict"] = "write_through"
     namespace: str = ""
     namespace_bytes: Annotated[ByteSize, Field(gt=0)] | None = None

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from pcr_core.config import Integer, Real
 from pcr_core.documents import DocumentSpan
 from pcr_core.errors import CancelledError, RequestError
 from pcr_core.index.chunk import ChunkKey
@@ -36,11 +37,9 @@ StopStrings = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)
 ]
 StopTokens = Annotated[
-    tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)
+    tuple[Annotated[Integer, Field(ge=0)], ...], BeforeValidator(_as_tuple)
 ]
-LogitBias = dict[
-    Annotated[int, Field(ge=0)], Annotated[float, Field(allow_inf_nan=False)]
-]
+LogitBias = dict[Annotated[Integer, Field(ge=0)], Real]
 
 
 class SamplingParams(BaseModel):
@@ -66,16 +65,16 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
-    max_tokens: int = Field(default=256, ge=1)
-    min_tokens: int = Field(default=0, ge=0)
-    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0)
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    seed: int | None = None
+    max_tokens: Integer = Field(default=256, ge=1)
+    min_tokens: Integer = Field(default=0, ge=0)
+    temperature: Real = Field(default=0.0, ge=0.0)
+    top_p: Real = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: Integer = Field(default=0, ge=0)
+    min_p: Real = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: Real = Field(default=1.0, ge=0.01, le=100.0)
+    presence_penalty: Real = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: Real = Field(default=0.0, ge=-2.0, le=2.0)
+    seed: Integer | None = None
     stop: StopStrings = ()
     stop_token_ids: StopTokens = ()
     logprobs: bool = False
@@ -181,13 +180,14 @@ class _State(enum.Enum):
 class Completion:
     """A request under way, seen by the caller. Any thread.
 
-    The engine thread feeds it; ``stream()`` and ``take()`` hand the text out once,
-    ``result()`` as often as asked.
+    The engine thread feeds it. ``take()`` hands each piece of text out once; a
+    ``stream()`` has all of them, and there may be several.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._pending: list[str] = []
+        self._pieces: list[str] = []
+        self._taken = 0
         self._state = _State.RUNNING
         self._result: Result | None = None
         self._error: BaseException | None = None
@@ -235,26 +235,20 @@ class Completion:
         assert self._result is not None
         return self._result
 
-    def stream(self) -> Iterator[str]:
-        """Yield text as it is generated. Closing the iterator early cancels."""
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: bool(self._pending) or self.done)
-                    pieces, over = self._drain(), self.done
-                yield from pieces
-                if over:
-                    break
-        finally:
-            if not self.done:
-                self.cancel()
-        if self._error is not None:
-            raise self._error
+    def stream(self) -> CompletionStream:
+        """Return an iterator over the text, as it is generated.
+
+        Each one begins with the first piece. Closing it early, or letting go of it,
+        cancels the request.
+        """
+        return CompletionStream(self)
 
     def take(self) -> list[str]:
         """Return the text generated since the last call, without waiting."""
         with self._changed:
-            return self._drain()
+            new = self._pieces[self._taken :]
+            self._taken += len(new)
+        return new
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Have ``listener`` called after every change, on the engine thread.
@@ -269,12 +263,26 @@ class Completion:
         if over:
             _call(listener)
 
+    def wait_for_piece(self, index: int) -> str | None:
+        """Wait for one piece of the text; ``None`` if the text ends before it.
+
+        Raises:
+            PcrError: Whatever the engine failed with, behind the last piece.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._pieces) > index or self.done)
+            if len(self._pieces) > index:
+                return self._pieces[index]
+        if self._error is not None:
+            raise self._error
+        return None
+
     # --- the engine's side ---
 
     def emit(self, text: str) -> None:
         """Append generated text (engine thread)."""
         if text:
-            self._change(lambda: self._pending.append(text))
+            self._change(lambda: self._pieces.append(text))
 
     def finish(self, result: Result) -> None:
         """End with a result (engine thread)."""
@@ -292,10 +300,6 @@ class Completion:
 
         self._change(apply)
 
-    def _drain(self) -> list[str]:
-        pieces, self._pending = self._pending, []
-        return pieces
-
     def _change(self, apply: Callable[[], None]) -> None:
         with self._changed:
             if self.done:
@@ -305,6 +309,42 @@ class Completion:
             listeners = tuple(self._listeners)
         for listener in listeners:
             _call(listener)
+
+
+class CompletionStream(Iterator[str]):
+    """The text of a completion, piece by piece. One thread at a time.
+
+    Not a generator: closing one that has not begun would do nothing.
+    """
+
+    def __init__(self, completion: Completion) -> None:
+        self._completion = completion
+        self._index = 0
+        self._open = True
+
+    def __next__(self) -> str:
+        if not self._open:
+            raise StopIteration
+        try:
+            piece = self._completion.wait_for_piece(self._index)
+        except BaseException:
+            self.close()
+            raise
+        if piece is None:
+            self._open = False
+            raise StopIteration
+        self._index += 1
+        return piece
+
+    def close(self) -> None:
+        """End; cancels the request unless it is over."""
+        if self._open:
+            self._open = False
+            if not self._completion.done:
+                self._completion.cancel()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _call(listener: Callable[[], None]) -> None:

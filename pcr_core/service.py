@@ -157,6 +157,8 @@ def build(
         ConfigError, ModelError, StoreError: See ``Engine``.
     """
     if config.threads is not None:
+        # Also the default of threads that torch has not met yet, so it is put back.
+        lifetimes.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.threads)
     loaded = load(config, model, tokenizer)
     runner, namespace = lifetimes.enter_context(model_prepared(loaded, config))

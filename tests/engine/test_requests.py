@@ -43,7 +43,9 @@ def test_result_and_stream_agree(engine: Engine) -> None:
         result.token_ids, skip_special_tokens=True
     )
     assert result.usage.completion_tokens == len(result.token_ids)
-    assert list(completion.stream()) == [], "text is handed out once"
+    assert list(completion.stream()) == pieces, "from the start, as often as asked"
+    assert completion.take() == pieces
+    assert completion.take() == [], "this hands it out once"
 
 
 def test_text_ids_and_messages_are_the_same_prompt(engine: Engine) -> None:
@@ -268,6 +270,65 @@ def test_closing_the_stream_cancels(engine: Engine) -> None:
     with pytest.raises(CancelledError):
         completion.result(60)
     assert engine.generate(fresh(10), GREEDY).token_ids
+
+
+@pytest.mark.parametrize("end", ["close", "del"])
+def test_a_stream_that_ends_before_it_begins_cancels(
+    engine: Engine, hold: Any, end: str
+) -> None:
+    with hold(engine):
+        completion = engine.submit(fresh(100), GREEDY)
+        stream = completion.stream()
+        if end == "close":
+            stream.close()
+            assert list(stream) == []
+        del stream
+        assert completion.cancelled
+    with pytest.raises(CancelledError):
+        completion.result(60)
+
+
+def test_a_stream_that_was_read_to_its_end_cancels_nothing(engine: Engine) -> None:
+    completion = engine.submit(fresh(30), GREEDY)
+    stream = completion.stream()
+    text = "".join(stream)
+    stream.close()
+    assert list(stream) == []
+    assert completion.result(60).text == text
+    assert not completion.cancelled
+
+
+def test_streams_side_by_side(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=30, logit_bias=letters(engine))
+    completion = engine.submit(fresh(30), params)
+    both = zip(completion.stream(), completion.stream(), strict=True)
+    assert all(one == other for one, other in both)
+    assert completion.result(60).text
+
+
+def test_an_interrupted_stream_cancels(
+    engine: Engine, hold: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with hold(engine):
+        completion = engine.submit(fresh(100), GREEDY)
+        monkeypatch.setattr(completion._changed, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(completion.stream())
+        monkeypatch.undo()
+        assert completion.cancelled
+
+
+def test_a_failed_stream_says_why_once(engine: Engine, hold: Any) -> None:
+    with hold(engine):
+        completion = engine.submit(fresh(100), GREEDY)
+        completion.cancel()
+    stream = completion.stream()
+    with pytest.raises(CancelledError):
+        list(stream)
+    assert list(stream) == []
 
 
 def test_cancel_while_running(engine: Engine) -> None:
