@@ -165,6 +165,8 @@ class EngineConfig(BaseModel):
     @field_validator("cache_dir", mode="after")
     @classmethod
     def _usable_path(cls, path: Path) -> Path:
+        if str(path) == ".":
+            raise ValueError("must name a folder; '.' and '' are not taken for one")
         try:
             path.expanduser()
         except RuntimeError as error:
@@ -172,6 +174,13 @@ class EngineConfig(BaseModel):
         if "\0" in str(path):
             raise ValueError("a path cannot contain a null character")
         return path
+
+    @field_validator("model")
+    @classmethod
+    def _named(cls, model: str | None) -> str | None:
+        if model is not None and not model.strip():
+            raise ValueError("is empty; None stands for the packaged model")
+        return model
 
     @field_validator("namespace")
     @classmethod

@@ -123,10 +123,7 @@ class Engine:
         submitted = time.perf_counter()
         params = self._checked(params)
         request = self._request(prompt, tools, documents)
-        window, length = self.context_window, len(request.tokens)
-        if length >= window:
-            raise PromptTooLongError(length, window)
-        room = window - length
+        room = self.context_window - len(request.tokens)
         if params.max_tokens > room:
             params = params.model_copy(update={"max_tokens": room})
         request.params, request.submitted, request.owner = params, submitted, self
@@ -303,7 +300,8 @@ class Engine:
         """Audit memory, index and files. Reads the whole cache folder.
 
         Args:
-            fix: Also remove what is damaged or stray.
+            fix: Also remove what is damaged, and chunk files that belong to nothing.
+                Files of other names are left alone.
 
         Raises:
             StoreError: If the audit could not finish.
@@ -356,6 +354,11 @@ class Engine:
         """Whether it was closed, or its thread died."""
         return self._door.closed
 
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        folder = self._config.cache_path
+        return f"<Engine {self.model_name} with {folder}, {state}>"
+
     # --- the end ---
 
     def close(self) -> None:
@@ -398,6 +401,8 @@ class Engine:
             spans = locate(encoded.text, documents, encoded.offsets, salt)
         else:
             tokens = self.encode(prompt, tools=tools)
+        if len(tokens) >= self.context_window:
+            raise PromptTooLongError(len(tokens), self.context_window)
         keys = chunk_keys(self._namespace, tokens, self._config.chunk_tokens)
         return Request(tokens, keys, SamplingParams(), spans=spans)
 

@@ -110,7 +110,9 @@ class Usage:
     Attributes:
         prompt_tokens: Length of the prompt.
         completion_tokens: Tokens generated, the final stop token included.
-        cached_by_tier: The same by tier: ``"device"``, ``"dram"``, ``"ssd"``.
+        cached_by_tier: Prompt tokens whose KV was reused, by the tier it was found in:
+            ``"device"``, ``"dram"``, ``"ssd"``. What was read ahead for this request,
+            while it waited or after a hint, was found on SSD.
     """
 
     prompt_tokens: int

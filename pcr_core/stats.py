@@ -24,8 +24,12 @@ class StoreCounters:
         miss_tokens: Prompt tokens that had to be computed.
         holes: Chunks recomputed although a later chunk of the prompt was reused.
         dram_bytes, dram_budget: DRAM in use by chunks, and its hard limit, in bytes.
-        ssd_bytes, ssd_budget: The same for chunk files on SSD, header included.
-        dram_chunks, ssd_chunks: Chunks that are complete in that tier.
+        ssd_bytes, ssd_budget: The same for chunk files on SSD, header included, of all
+            that use the folder.
+        namespace_bytes, namespace_budget: The part of this namespace, and its quota; 0
+            for no quota.
+        dram_chunks, ssd_chunks: Chunks that are complete in that tier, as far as this
+            engine knows: what others store or remove is noticed when it matters.
         dram_evictions, ssd_evictions: Chunks evicted from that tier.
         bypassed_inserts: Chunks computed but not kept, because every DRAM slot was
             pinned or being written.
@@ -56,6 +60,8 @@ class StoreCounters:
     dram_budget: int = 0
     ssd_bytes: int = 0
     ssd_budget: int = 0
+    namespace_bytes: int = 0
+    namespace_budget: int = 0
     dram_chunks: int = 0
     ssd_chunks: int = 0
     dram_evictions: int = 0
@@ -100,6 +106,8 @@ class CacheStats:
     dram_budget: int
     ssd_bytes: int
     ssd_budget: int
+    namespace_bytes: int
+    namespace_budget: int
     dram_chunks: int
     ssd_chunks: int
     dram_evictions: int
@@ -134,6 +142,19 @@ class CacheStats:
         total = self.hit_tokens + self.miss_tokens
         return self.hit_tokens / total if total else 0.0
 
+    def _ssd(self) -> str:
+        if not self.ssd_budget:
+            return "off"
+        text = _level(self.ssd_chunks, self.ssd_bytes, self.ssd_budget)
+        if self.namespace_budget:
+            used, quota = _mib(self.namespace_bytes), _mib(self.namespace_budget)
+            text += f" (this namespace {used} of {quota})"
+        failed = self.write_drops + self.write_errors
+        return (
+            f"{text}, {self.ssd_evictions} evicted, {self.written} written, "
+            f"{failed} not written"
+        )
+
     def __str__(self) -> str:
         return as_text(self.rows())
 
@@ -163,12 +184,7 @@ class CacheStats:
                 _level(self.dram_chunks, self.dram_bytes, self.dram_budget)
                 + f", {self.dram_evictions} evicted, {self.bypassed_inserts} not kept",
             ),
-            (
-                "SSD",
-                _level(self.ssd_chunks, self.ssd_bytes, self.ssd_budget)
-                + f", {self.ssd_evictions} evicted, {self.written} written, "
-                f"{self.write_drops} not written",
-            ),
+            ("SSD", self._ssd()),
             (
                 "prefetch",
                 f"{self.prefetch_issued} chunks read ahead: {self.prefetch_used} used, "
@@ -223,15 +239,21 @@ class Decisions:
             ),
             (
                 "load or compute",
-                f"{_mib(int(self.read_bandwidth))}/s from SSD, "
-                f"{self.prefill_rate:.0f} tokens/s computed: {self._crossover()}",
+                f"{self._crossover()} ({_mib(int(self.read_bandwidth))}/s from SSD, "
+                f"{self.prefill_rate:.0f} tokens/s computed)",
             ),
         ]
+
+    def __str__(self) -> str:
+        return as_text(self.rows())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.rows())
 
     def _crossover(self) -> str:
         at = self.crossover_tokens
         if at is None:
-            return "not measured yet"
+            return "both are not measured yet"
         if at == 0:
             return "loading is always faster"
         if at == float("inf"):

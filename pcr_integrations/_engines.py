@@ -91,6 +91,11 @@ def check_settings(engine: Engine | None, settings: Mapping[str, Any]) -> None:
         ConfigError: For a bad or unknown setting, or for settings beside an engine,
             which was configured when it was built.
     """
+    if engine is not None and not hasattr(engine, "config"):
+        raise ConfigError(
+            f"engine= takes an Engine, not {type(engine).__name__}; write "
+            "engine=Engine(EngineConfig(...)), or give EngineConfig fields instead"
+        )
     if engine is None:
         EngineConfig(**settings)
     elif settings:

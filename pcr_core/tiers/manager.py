@@ -442,6 +442,8 @@ class TierManager:
         stats.dram_budget = self._pool.nbytes
         stats.ssd_bytes = self._room.used_bytes()
         stats.ssd_budget = self._store.budget_bytes
+        stats.namespace_bytes = tree.tenant_bytes(self._settings.tenant)
+        stats.namespace_budget = self._settings.quota_bytes or 0
         return stats.snapshot()
 
     def decisions(self, longest: int) -> Decisions:

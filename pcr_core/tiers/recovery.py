@@ -116,6 +116,14 @@ def shrink(
     if limits.quota is not None:
         evict(txn.tenant_bytes(limits.tenant) - limits.quota, limits.tenant)
     evict(txn.used - limits.budget, None)
+    if doomed:
+        _log.warning(
+            "%d chunks were removed from %s: this engine was opened with a smaller "
+            "budget than the folder was filled under; the smallest ssd_bytes counts "
+            "for all that use a folder",
+            len(doomed),
+            folder.parent,
+        )
     return doomed
 
 

@@ -47,7 +47,7 @@ def audit_store(
     except OSError as error:
         raise StoreError(
             f"the audit of {folder.parent} could not finish ({error}); check the disk, "
-            "and end a process that hangs"
+            "its permissions, and whether a process hangs"
         ) from error
     problems = [f"chunk {key.hex()[:12]}: {text}" for key, text in bad.items()]
     problems += [f"file {path.name}: belongs to no chunk" for path in stray]

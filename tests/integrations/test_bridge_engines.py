@@ -214,3 +214,9 @@ def _run(script: str) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("wrong", ["x", 3, EngineConfig()])
+def test_something_else_as_engine_is_refused_at_once(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="engine= takes an Engine, not"):
+        check_settings(wrong, {})
