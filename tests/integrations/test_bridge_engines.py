@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pcr_core import ConfigError, EngineConfig, ModelError
-from pcr_integrations._engines import EngineRegistry, engine_for
+from pcr_integrations._engines import EngineRegistry, check_settings, engine_for
 
 
 class Stub:
