@@ -11,6 +11,7 @@ from pcr_core.index.adaptive import Adaptive
 from pcr_core.index.look_ahead import LookAhead
 from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
+from pcr_core.tiers.catalogue import Catalogue
 from pcr_core.tiers.chunk_file import ChunkFormat
 from pcr_core.tiers.chunk_store import ChunkStore
 from pcr_core.tiers.dram import DramTier
@@ -23,6 +24,7 @@ from pcr_core.tiers.loading import Loading
 from pcr_core.tiers.no_store import Store
 from pcr_core.tiers.prefetch import Prefetcher
 from pcr_core.tiers.read_in import ReadIn
+from pcr_core.tiers.room import SsdRoom
 from pcr_core.tiers.settings import TierSettings
 from pcr_core.tiers.trouble import TroubleLog
 from pcr_core.tiers.write_back import WriteBack
@@ -61,6 +63,8 @@ class Parts:
     tree: PrefixTree
     adaptive: Adaptive | None
     dram: DramTier
+    catalogue: Catalogue
+    room: SsdRoom
     writes: WriteBack
     reads: ReadIn
     loading: Loading
@@ -86,22 +90,32 @@ def assemble(
     policy = settings.host_policy(pool.capacity)
     tree = PrefixTree(policy, settings.disk_policy(), remembered=_REMEMBERED)
     dram = DramTier(pool, tree, stats, log)
+    catalogue = Catalogue(tree, store, fmt.namespace.root, trouble, log)
+    room = SsdRoom(
+        tree,
+        store,
+        io,
+        catalogue,
+        fmt.file_nbytes,
+        stats=stats,
+        trouble=trouble,
+        log=log,
+    )
     writes = WriteBack(
         tree,
         dram,
-        store,
+        room,
         io,
         fmt,
         settings.write_policy,
         stats=stats,
         trouble=trouble,
-        log=log,
     )
     dram.save = writes.save_leaving
     forgetting = Forgetting(
         tree, dram, writes, store, io, stats=stats, trouble=trouble, log=log
     )
-    reads = ReadIn(tree, dram, io, fmt, stats, trouble, writes.lost)
+    reads = ReadIn(tree, dram, io, fmt, stats, trouble, room.lost)
     planner = LoadPlanner(
         shared.prefill,
         reads.times,
@@ -125,13 +139,22 @@ def assemble(
         LookAhead(tree),
         reads,
         min(_IN_FLIGHT, pool.nbytes // 2) if settings.stop.ahead else 0,
-        adopt=writes.adopt,
+        adopt=catalogue.adopt,
         identify=lambda want, index: fmt.chunk(want.keys, want.tokens, index),
         stats=stats,
     )
-    adaptive = policy if isinstance(policy, Adaptive) else None
     return Parts(
-        fmt, tree, adaptive, dram, writes, reads, loading, prefetcher, forgetting
+        format=fmt,
+        tree=tree,
+        adaptive=policy if isinstance(policy, Adaptive) else None,
+        dram=dram,
+        catalogue=catalogue,
+        room=room,
+        writes=writes,
+        reads=reads,
+        loading=loading,
+        prefetcher=prefetcher,
+        forgetting=forgetting,
     )
 
 

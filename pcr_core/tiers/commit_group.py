@@ -102,17 +102,12 @@ class CommitGroup:
             if self._forgotten(txn, job.epoch).covers([*lineage, key]):
                 self._outcome(job, WriteOutcome.FORGOTTEN)
                 return
-            old = txn.stored(key)
-            if old is not None and not job.replace:
+            if txn.stored(key) is not None:
                 self._outcome(job, WriteOutcome.STORED)
                 return
-            if not self._has_room(txn, job.nbytes, old):
+            if not self._has_room(txn, job.nbytes):
                 self._outcome(job, WriteOutcome.NO_ROOM)
                 return
-            if old is not None:
-                # First, or there would be two files of this chunk for a moment.
-                self._files.unlink(chunk_path(self._folder, key))
-                txn.remove(key)
             digest = write_chunk(
                 self._files, self._folder, job.format, job.chunk, job.view
             )
@@ -127,16 +122,13 @@ class CommitGroup:
         txn.put(key, record, lineage)
         self._outcome(job, WriteOutcome.STORED)
 
-    def _has_room(self, txn: IndexTransaction, size: int, old: Record | None) -> bool:
+    def _has_room(self, txn: IndexTransaction, size: int) -> bool:
         limits = self._limits
-        freed = old.size if old is not None else 0
-        if txn.used - freed + self._stray_bytes + size > limits.budget:
+        if txn.used + self._stray_bytes + size > limits.budget:
             return False
         if limits.quota is None:
             return True
-        if old is not None and old.tenant != limits.tenant:
-            freed = 0
-        return txn.tenant_bytes(limits.tenant) - freed + size <= limits.quota
+        return txn.tenant_bytes(limits.tenant) + size <= limits.quota
 
     def _delete(self, txn: IndexTransaction, keys: Collection[ChunkKey]) -> None:
         for key in keys:

@@ -54,7 +54,6 @@ class WriteJob:
 
     Attributes:
         stamp: Recency of the chunk; the lowest is dropped first from a full queue.
-        replace: Write even if the chunk is stored: its file could not be read.
         ancestors: Keys of the prompt's chunks, root first, up to this one's parent.
             What follows the parent is ignored, so the jobs of a prompt may share one
             list of all its keys.
@@ -67,7 +66,6 @@ class WriteJob:
     chunk: ChunkId
     view: memoryview
     stamp: int
-    replace: bool = False
     ancestors: Sequence[ChunkKey] = ()
     epoch: int = 0
     outcome: WriteOutcome | None = None

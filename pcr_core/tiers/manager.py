@@ -105,12 +105,14 @@ class TierManager:
         self._tree = parts.tree
         self._adaptive = parts.adaptive
         self._dram = parts.dram
+        self._catalogue = parts.catalogue
+        self._room = parts.room
         self._writes = parts.writes
         self._reads = parts.reads
         self._loading = parts.loading
         self._prefetcher = parts.prefetcher
         self._forgetting = parts.forgetting
-        self._writes.resync()
+        self._catalogue.resync()
 
     @classmethod
     def open(
@@ -177,7 +179,7 @@ class TierManager:
         """Say where each chunk could be read from now. Pure: nothing is re-ranked."""
         states = [_state(node) for node in self._tree.match(keys)]
         unknown = {key: i for i, key in enumerate(keys) if states[i] == "none"}
-        for key in self._writes.find(unknown):
+        for key in self._catalogue.find(unknown):
             states[unknown[key]] = "ssd"
         return states
 
@@ -214,7 +216,7 @@ class TierManager:
         lease = Lease(self, path, keys, len(tokens))
         self._leases.add(lease)
         try:
-            self._writes.adopt(keys)
+            self._catalogue.adopt(keys)
             self._loading.lend(lease, usable)
         except BaseException:
             lease.close()
@@ -228,6 +230,9 @@ class TierManager:
     def release(self, lease: Lease) -> None:
         """End a lease; see ``Lease``."""
         self._leases.discard(lease)
+        if self._closed:  # its slots have gone already
+            lease.readings.clear()
+            return
         self._loading.leave(lease)
         self.poll()
         nodes = [chunk.node for chunk in lease.path]
@@ -239,10 +244,9 @@ class TierManager:
         self._count(lease)
         self._commit(lease, nodes)
         self._tree.unpin(nodes)
-        if not self._closed:
-            doomed = self._forgetting.is_doomed
-            kept = [(c.node, c.id) for c in lease.path if not doomed(c.node)]
-            self._writes.used(kept, lease.keys)
+        doomed = self._forgetting.is_doomed
+        kept = [(c.node, c.id) for c in lease.path if not doomed(c.node)]
+        self._writes.used(kept, lease.keys)
         self._forgetting.sweep()
         self.version += 1
 
@@ -357,7 +361,6 @@ class TierManager:
                 self._writes.apply(job)
         if jobs:
             self.version += 1
-        self._writes.settle()
         self._forgetting.sweep()
 
     # --- the whole ---
@@ -425,7 +428,7 @@ class TierManager:
         self.poll()
         fixed = fix and bool(store)
         if fixed:
-            self._writes.resync()
+            self._catalogue.resync()
         records = self._store.records()
         size = sum(record.size for record in records.values())
         return CheckReport(memory, store, fixed, len(records), size)
@@ -437,7 +440,7 @@ class TierManager:
         stats.dram_chunks, stats.ssd_chunks = tree.host_ready, tree.disk_stored
         stats.dram_bytes = len(self._dram.slots) * self._format.layout.nbytes
         stats.dram_budget = self._pool.nbytes
-        stats.ssd_bytes = tree.disk_bytes
+        stats.ssd_bytes = self._room.used_bytes()
         stats.ssd_budget = self._store.budget_bytes
         return stats.snapshot()
 

@@ -24,6 +24,10 @@ class NoStore:
         """Return 0."""
         return 0
 
+    def tenant_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
     def records(self) -> dict[ChunkKey, Record]:
         """Return nothing."""
         return {}

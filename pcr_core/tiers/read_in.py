@@ -116,7 +116,10 @@ class ReadIn:
         Returns:
             The read, or ``None`` if there is no slot for it.
         """
+        # Making room may bring news of another process, such as that the chunk is gone.
+        self._tree.pin([node])
         slot = self._dram.reserve(node, position)
+        self._tree.unpin([node])
         if slot is None:
             return None
         job = ReadJob(self._format, chunk, slot.view, urgent=position == RUNNING)

@@ -34,13 +34,25 @@ class MemoryFolder:
         self.ancestors: dict[ChunkKey, list[bytes]] = {}
         self.heads: dict[bytes, set[ChunkKey]] = {}
         self.forgotten: list[tuple[bytes, frozenset[ChunkKey]]] = []
+        self._totals: Counter[bytes | None] = Counter()
 
     def used_bytes(self, tenant: bytes | None = None) -> int:
-        return sum(
-            record.size
-            for record in self.records.values()
-            if tenant in (None, record.tenant)
-        )
+        return self._totals[tenant]
+
+    def put(self, key: ChunkKey, record: Record, data: bytes, lineage) -> None:
+        self.records[key] = record
+        self.bytes[key] = data
+        self.ancestors[key] = lineage
+        self._count(record, record.size)
+
+    def remove(self, key: ChunkKey) -> None:
+        record = self.records.pop(key, None)
+        if record is not None:
+            del self.bytes[key], self.ancestors[key]
+            self._count(record, -record.size)
+
+    def _count(self, record: Record, size: int) -> None:
+        self._totals.update({None: size, record.tenant: size})
 
     def since(self, epoch: int) -> Forgotten:
         past = self.forgotten[epoch:]
@@ -56,7 +68,7 @@ class MemoryFolder:
             if not frozenset(heads).isdisjoint([*self.ancestors[key], key])
         ]
         for key in gone:
-            del self.records[key], self.bytes[key], self.ancestors[key]
+            self.remove(key)
         return gone
 
 
@@ -150,9 +162,8 @@ class MemoryStore:
                 job.outcome = self._write(job)
             elif isinstance(job, DeleteJob):
                 for key in job.keys:
-                    self.folder.records.pop(key, None)
-                    self.folder.bytes.pop(key, None)
-                    self.folder.ancestors.pop(key, None)
+                    self.unreadable.discard(key)
+                    self.folder.remove(key)
             elif isinstance(job, DocumentJob):
                 self._register(job)
             elif isinstance(job, ForgetJob):
@@ -172,21 +183,16 @@ class MemoryStore:
         folder, key, lineage = self.folder, job.chunk.key, job.lineage()
         if folder.since(job.epoch).covers([*lineage, key]):
             return WriteOutcome.FORGOTTEN
-        if key in folder.records and not job.replace:
+        if key in folder.records:
             return WriteOutcome.STORED
-        freed = folder.records[key].size if key in folder.records else 0
-        if folder.used_bytes() - freed + job.nbytes > self.budget_bytes:
+        if folder.used_bytes() + job.nbytes > self.budget_bytes:
             return WriteOutcome.NO_ROOM
         if self.quota_bytes is not None:
             mine = folder.used_bytes(self.tenant)
-            if mine - freed + job.nbytes > self.quota_bytes:
+            if mine + job.nbytes > self.quota_bytes:
                 return WriteOutcome.NO_ROOM
-        folder.records[key] = Record(
-            job.chunk.parent, job.nbytes, job.stamp, b"", self.tenant
-        )
-        folder.bytes[key] = bytes(job.view)
-        folder.ancestors[key] = lineage
-        self.unreadable.discard(key)
+        record = Record(job.chunk.parent, job.nbytes, job.stamp, b"", self.tenant)
+        folder.put(key, record, bytes(job.view), lineage)
         return WriteOutcome.STORED
 
     def _register(self, job: DocumentJob) -> None:

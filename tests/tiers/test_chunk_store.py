@@ -154,8 +154,9 @@ def test_a_group_shares_one_commit_and_skips_what_is_stored(kit, store):
     one.commit([again])
     assert again.outcome is WriteOutcome.STORED
     assert files.calls["writev"] == 2
-    again.replace = True
-    one.commit([again])
+    again = write_job(kit, kit.prompt(1), 0)
+    one.commit([DeleteJob([again.chunk.key]), again])  # unless it is to be written anew
+    assert again.outcome is WriteOutcome.STORED
     assert files.calls["writev"] == 3
     assert one.used_bytes() == 2 * kit.file_nbytes
 

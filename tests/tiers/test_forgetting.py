@@ -342,7 +342,7 @@ def test_chunks_behind_some_that_are_in_no_tier(process, folder):
     one, two = process(folder), process(folder)
     one.serve(1, 2, 3, 4)
     for key in keys_of(prompt(1, 2, 3)):  # damaged, say
-        del folder.records[key]
+        folder.remove(key)
     two.manager.look_ahead([question(1, 2, 3, 4)])
     two.settle()
     assert two.states(1, 2, 3, 4) == ["none", "none", "none", "dram"]
@@ -362,7 +362,7 @@ def test_chunks_behind_one_that_is_out_of_use(process, folder):
     lease.wait()  # it cannot be read here
     lease.close()
     one.serve(1, 2, 3)
-    two.manager._writes.resync()
+    two.manager._catalogue.resync()
     two.manager.look_ahead([question(1, 2, 3)])
     two.settle()
     assert two.states(1, 2, 3) == ["dram", "none", "dram"]

@@ -241,6 +241,20 @@ def test_open_lease_is_pinned_against_eviction(kit):
     assert kit.serve(manager, [*kit.prompt(3), 9]).sinks == [0]
 
 
+def test_a_lease_that_outlives_its_manager_ends_quietly(kit):
+    tokens = [*kit.prompt(1, 2, 3), 9]
+    kit.serve(kit.manager(), tokens)
+    manager = kit.manager()
+    lease = manager.lease(kit.keys_of(tokens), tokens, 1)
+    lease.wait()
+    assert set(lease.sinks) == {1, 2}
+    lease.filled(1)
+    manager.close()
+    lease.close()
+    lease.close()
+    assert not lease.pending
+
+
 def test_second_lease_on_a_filling_chunk_treats_it_as_absent(kit):
     manager = kit.manager()
     tokens = [*kit.prompt(1, 2), 9]

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from pcr_core.index.node import Host
 from pcr_core.tiers import stop_policy
+from pcr_core.tiers.write_policy import OnEvict
+from tests.tiers.conftest import FILE_BYTES
 from tests.tiers.world import CHUNK_SECONDS, Waiting, World, question
 
 
@@ -219,6 +221,30 @@ def _fresh_kit(tmp_path_factory):
     from tests.tiers.conftest import open_kit
 
     return open_kit(tmp_path_factory.mktemp("prefetch"))
+
+
+def test_a_chunk_that_goes_while_room_is_made_for_it(kit):
+    """Making room may bring news of another process: the chunk has been removed."""
+    wanted, old = question(1, 2), question(7, 8)
+    world = World(kit, [wanted], slots=2, write_policy=OnEvict())
+    world.run(old)
+    folder = world.manager._store.folder
+    world.manager._store.budget_bytes = FILE_BYTES  # so that room is short
+    real = world.manager._dram.save
+
+    def save(victim):
+        for key in list(folder.records):
+            folder.remove(key)
+        world.manager._catalogue.resync()
+        return real(victim)
+
+    world.manager._dram.save = save
+    world.look(wanted)
+    assert world.manager.check_memory() == []
+    world.time.now += 10
+    world.look(wanted)
+    assert world.in_dram(wanted) == [False, False]
+    assert world.manager.check_memory() == []
 
 
 def test_filling_chunks_are_never_victims(kit):

@@ -185,8 +185,6 @@ def test_a_quota_is_hard_and_is_the_tenants_own(kit, store, write):
     )
     assert alice.used_bytes() == 5 * kit.file_nbytes
     assert {record.tenant for record in alice.records().values()} == {ALICE, BOB}
-    # Writing a chunk anew takes no more room than it had.
-    assert write(alice, [1], 0, replace=True) == [WriteOutcome.STORED]
     alice.commit([DeleteJob([key(kit, 1, 2)])])
     assert write(alice, [7]) == [WriteOutcome.STORED]
     assert alice.audit(fix=False) == []

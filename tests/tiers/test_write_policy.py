@@ -11,7 +11,7 @@ from pcr_core.tiers.write_policy import OnEvict, SecondTouch, WriteThrough
 
 
 def stored(manager, kit, tokens) -> list[bool]:
-    found = manager._writes.find(kit.keys_of(tokens))
+    found = manager._catalogue.find(kit.keys_of(tokens))
     return [key in found for key in kit.keys_of(tokens)]
 
 
