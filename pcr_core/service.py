@@ -29,7 +29,13 @@ from pcr_core.model.runner import Runner
 from pcr_core.model.sampling import end_token_ids
 from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request
-from pcr_core.tiers import WRITE_POLICIES, TierManager, TierSettings, stop_policy
+from pcr_core.tiers import (
+    WRITE_POLICIES,
+    TierManager,
+    TierSettings,
+    prepare_folder,
+    stop_policy,
+)
 from pcr_core.trace import TraceWriter
 
 T = TypeVar("T")
@@ -160,6 +166,9 @@ def build(
         # Also the default of threads that torch has not met yet, so it is put back.
         lifetimes.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.threads)
+    store = config.cache_path / "kv"
+    if config.ssd_bytes:
+        prepare_folder(store)  # a folder that will not do is known before the wait
     loaded = load(config, model, tokenizer)
     runner, namespace = lifetimes.enter_context(model_prepared(loaded, config))
     layout = ChunkLayout(
@@ -173,7 +182,7 @@ def build(
         namespace,
         tier_settings(config, runner.cuts.step),
         dram_bytes=dram_budget(config),
-        cache_dir=config.cache_path / "kv",
+        cache_dir=store,
         ssd_bytes=config.ssd_bytes,
         pin_memory=loaded.device.type == "cuda",
         on_progress=on_progress,

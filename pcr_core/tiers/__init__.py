@@ -2,6 +2,7 @@
 
 from pcr_core.tiers.audit import CheckReport
 from pcr_core.tiers.chunk_store import ChunkStore
+from pcr_core.tiers.folder import prepare_folder
 from pcr_core.tiers.forgetting import Removed
 from pcr_core.tiers.host_pool import HostPool, Slot
 from pcr_core.tiers.io_pool import InlineIo, IoPool
@@ -30,5 +31,6 @@ __all__ = [
     "TierManager",
     "TierSettings",
     "WritePolicy",
+    "prepare_folder",
     "stop_policy",
 ]
