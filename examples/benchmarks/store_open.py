@@ -24,9 +24,9 @@ from typing import Any
 from examples.benchmarks.common import Spread, print_machine, print_table, write_json
 from pcr_core.index.chunk import ChunkLayout, LayerShape, Namespace, chunk_keys
 from pcr_core.tiers import ChunkStore, HostPool, InlineIo, TierManager
-from pcr_core.tiers.chunk_file import ChunkFormat, chunk_path
-from pcr_core.tiers.chunk_index import ChunkIndex
-from pcr_core.tiers.records import Record
+from pcr_core.tiers.store.chunk_file import ChunkFormat, chunk_path
+from pcr_core.tiers.store.chunk_index import ChunkIndex
+from pcr_core.tiers.store.records import Record
 
 LAYOUT = ChunkLayout((LayerShape(3, 64, 64),) * 30, 64, "BF16", 2)
 NAMESPACE = Namespace.of([("benchmark", b"store_open")])

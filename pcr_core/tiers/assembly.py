@@ -12,8 +12,6 @@ from pcr_core.index.look_ahead import LookAhead
 from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
 from pcr_core.tiers.catalogue import Catalogue
-from pcr_core.tiers.chunk_file import ChunkFormat
-from pcr_core.tiers.chunk_store import ChunkStore
 from pcr_core.tiers.dram import DramTier
 from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.forgetting import Forgetting
@@ -21,11 +19,13 @@ from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.jobs import Io
 from pcr_core.tiers.load_plan import LoadPlanner
 from pcr_core.tiers.loading import Loading
-from pcr_core.tiers.no_store import Store
 from pcr_core.tiers.prefetch import Prefetcher
 from pcr_core.tiers.read_in import ReadIn
 from pcr_core.tiers.room import SsdRoom
 from pcr_core.tiers.settings import TierSettings
+from pcr_core.tiers.store.chunk_file import ChunkFormat
+from pcr_core.tiers.store.chunk_store import ChunkStore
+from pcr_core.tiers.store.no_store import Store
 from pcr_core.tiers.trouble import TroubleLog
 from pcr_core.tiers.write_back import WriteBack
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.node import Disk, Event, Host, Node
 from pcr_core.index.prefix_tree import PrefixTree
-from pcr_core.tiers.chunk_index import Record
 from pcr_core.tiers.eviction_log import EvictionLog
-from pcr_core.tiers.no_store import Store
+from pcr_core.tiers.store.chunk_index import Record
+from pcr_core.tiers.store.no_store import Store
 from pcr_core.tiers.trouble import TroubleLog
 
 

@@ -17,9 +17,9 @@ from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
 from pcr_core.tiers.dram import DramTier
 from pcr_core.tiers.eviction_log import EvictionLog
-from pcr_core.tiers.forget_log import Forgotten
 from pcr_core.tiers.jobs import DocumentJob, ForgetJob, Io
-from pcr_core.tiers.no_store import Store
+from pcr_core.tiers.store.forget_log import Forgotten
+from pcr_core.tiers.store.no_store import Store
 from pcr_core.tiers.trouble import TroubleLog
 from pcr_core.tiers.write_back import WriteBack
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId, ReadOutcome
+from pcr_core.tiers.store.chunk_file import ChunkFormat, ChunkId, ReadOutcome
 
 
 class WriteOutcome(enum.Enum):

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.node import Node
-from pcr_core.tiers.chunk_file import ChunkId
 from pcr_core.tiers.host_pool import Slot
 from pcr_core.tiers.read_in import Reading
+from pcr_core.tiers.store.chunk_file import ChunkId
 
 
 @dataclass(frozen=True, slots=True)

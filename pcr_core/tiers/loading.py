@@ -14,12 +14,12 @@ from itertools import groupby
 
 from pcr_core.index.node import Disk, Host, Node
 from pcr_core.stats import StoreCounters
-from pcr_core.tiers.chunk_file import ChunkFormat
 from pcr_core.tiers.dram import RUNNING, DramTier
 from pcr_core.tiers.lease import Lease
 from pcr_core.tiers.load_plan import LoadPlanner
 from pcr_core.tiers.read_in import ReadIn, Reading
 from pcr_core.tiers.stop_policy import StopPolicy
+from pcr_core.tiers.store.chunk_file import ChunkFormat
 
 _HANGS = 60.0
 """Seconds without any read of a request ending after which it waits no more."""

@@ -22,17 +22,17 @@ from pcr_core.index.node import Disk, Event, Host, Node
 from pcr_core.stats import CacheStats, Decisions, StoreCounters
 from pcr_core.tiers.assembly import Shared, assemble
 from pcr_core.tiers.audit import CheckReport, audit_memory
-from pcr_core.tiers.chunk_file import ChunkFormat
-from pcr_core.tiers.chunk_store import ChunkStore
 from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.forgetting import Removed
 from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.io_pool import InlineIo, IoPool
 from pcr_core.tiers.jobs import ForgetJob, Io, ReadJob
 from pcr_core.tiers.lease import Lease, PathChunk
-from pcr_core.tiers.no_store import NoStore, Store
 from pcr_core.tiers.prefetch import Hints, Wanted
 from pcr_core.tiers.settings import TierSettings
+from pcr_core.tiers.store.chunk_file import ChunkFormat
+from pcr_core.tiers.store.chunk_store import ChunkStore
+from pcr_core.tiers.store.no_store import NoStore, Store
 
 _SMALL_QUEUE_BYTES = 64 * 2**20
 _POPULATE_AHEAD = 64 * 2**20

@@ -18,8 +18,8 @@ from pcr_core.index.look_ahead import LookAhead
 from pcr_core.index.node import Disk, Host, Node
 from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
-from pcr_core.tiers.chunk_file import ChunkId
 from pcr_core.tiers.read_in import ReadIn
+from pcr_core.tiers.store.chunk_file import ChunkId
 
 
 class Wanted(Protocol):

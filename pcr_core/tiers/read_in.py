@@ -15,10 +15,10 @@ from pcr_core.cost import ReadTimes
 from pcr_core.index.node import Event, Node
 from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
-from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId, ReadOutcome
 from pcr_core.tiers.dram import RUNNING, DramTier
 from pcr_core.tiers.host_pool import Slot
 from pcr_core.tiers.jobs import Io, ReadJob
+from pcr_core.tiers.store.chunk_file import ChunkFormat, ChunkId, ReadOutcome
 from pcr_core.tiers.trouble import TroubleLog
 
 

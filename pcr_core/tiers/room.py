@@ -12,10 +12,10 @@ from pcr_core.index.node import Disk, Event, Node
 from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
 from pcr_core.tiers.catalogue import Catalogue
-from pcr_core.tiers.chunk_file import ReadOutcome
 from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.jobs import DeleteJob, Io
-from pcr_core.tiers.no_store import Store
+from pcr_core.tiers.store.chunk_file import ReadOutcome
+from pcr_core.tiers.store.no_store import Store
 from pcr_core.tiers.trouble import TroubleLog
 
 _UNKNOWN_PART = 16

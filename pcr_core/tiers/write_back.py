@@ -15,7 +15,6 @@ from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.node import Disk, Event, Host, Node
 from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
-from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId
 from pcr_core.tiers.dram import DramTier
 from pcr_core.tiers.jobs import (
     DeleteJob,
@@ -26,6 +25,7 @@ from pcr_core.tiers.jobs import (
     WriterJob,
 )
 from pcr_core.tiers.room import SsdRoom
+from pcr_core.tiers.store.chunk_file import ChunkFormat, ChunkId
 from pcr_core.tiers.trouble import TroubleLog
 from pcr_core.tiers.write_policy import WritePolicy
 

@@ -16,7 +16,7 @@ import pytest
 
 from pcr_core import Document, Engine, ForgetReceipt, RequestError, StoreError
 from pcr_core.explain.history import PromptHistory
-from pcr_core.tiers.chunk_index import ChunkIndex, IndexTroubleError
+from pcr_core.tiers.store.chunk_index import ChunkIndex, IndexTroubleError
 from tests.engine.kit import (
     GREEDY,
     Reads,
@@ -327,7 +327,7 @@ def test_while_it_is_being_written(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from pcr_core.tiers import commit_group
+    from pcr_core.tiers.store import commit_group
 
     engine, gate, begun = make_engine(), threading.Event(), threading.Event()
     write = commit_group.write_chunk

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pcr_core import Engine, Result, SamplingParams
-from pcr_core.tiers.files import Files
+from pcr_core.tiers.store.files import Files
 
 PARAMS = SamplingParams(max_tokens=4, logprobs=True)
 PROMPT = [number % 251 for number in range(200)]  # 6 chunks and 8 tokens

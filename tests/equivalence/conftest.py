@@ -28,7 +28,7 @@ from pcr_core.model.sampling import Sampler
 from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request, SamplingParams, Usage
 from pcr_core.tiers import TierManager
-from pcr_core.tiers.chunk_file import ChunkFormat, chunk_path
+from pcr_core.tiers.store.chunk_file import ChunkFormat, chunk_path
 
 STEPS = 3
 """Tokens generated per prompt."""

@@ -30,9 +30,9 @@ from pcr_core.tiers import (
     TierManager,
     TierSettings,
 )
-from pcr_core.tiers.chunk_file import ChunkFormat, ChunkId
-from pcr_core.tiers.files import Files
-from pcr_core.tiers.no_store import Store
+from pcr_core.tiers.store.chunk_file import ChunkFormat, ChunkId
+from pcr_core.tiers.store.files import Files
+from pcr_core.tiers.store.no_store import Store
 
 LAYOUT = ChunkLayout((LayerShape(1, 4, 2), LayerShape(2, 2, 4)), 4, "F32", 4)
 NAMESPACE = Namespace.of([("test", b"tiny")])

@@ -11,9 +11,6 @@ from collections import Counter
 from itertools import pairwise
 
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.chunk_file import ReadOutcome
-from pcr_core.tiers.chunk_index import Record
-from pcr_core.tiers.forget_log import LATE, Forgotten
 from pcr_core.tiers.jobs import (
     DeleteJob,
     DocumentJob,
@@ -22,7 +19,10 @@ from pcr_core.tiers.jobs import (
     WriteJob,
     WriteOutcome,
 )
-from pcr_core.tiers.records import Contents
+from pcr_core.tiers.store.chunk_file import ReadOutcome
+from pcr_core.tiers.store.chunk_index import Record
+from pcr_core.tiers.store.forget_log import LATE, Forgotten
+from pcr_core.tiers.store.records import Contents
 
 
 class MemoryFolder:

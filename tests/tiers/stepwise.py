@@ -15,7 +15,6 @@ from pcr_core.tiers.jobs import (
 )
 from tests.tiers.virtual import VirtualTime
 
-
 _STEP = 0.1
 """Seconds that an operation takes: less than whoever waits waits at a time."""
 

@@ -29,7 +29,6 @@ kit = importlib.util.module_from_spec(spec)
 sys.modules["tier_kit"] = kit
 spec.loader.exec_module(kit)
 
-from pcr_core.tiers.chunk_file import ReadOutcome  # noqa: E402
 from pcr_core.tiers.jobs import (  # noqa: E402
     DeleteJob,
     DocumentJob,
@@ -38,7 +37,8 @@ from pcr_core.tiers.jobs import (  # noqa: E402
     WriteJob,
     WriteOutcome,
 )
-from pcr_core.tiers.locks import FolderLock, WriteLock  # noqa: E402
+from pcr_core.tiers.store.chunk_file import ReadOutcome  # noqa: E402
+from pcr_core.tiers.store.locks import FolderLock, WriteLock  # noqa: E402
 
 FIRST_DOCUMENT = 1000
 PREFIXES, QUESTIONS = 3, 4

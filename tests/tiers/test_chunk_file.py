@@ -13,14 +13,14 @@ import torch
 
 from pcr_core.index.chunk import ChunkKey, Namespace
 from pcr_core.tiers import HostPool
-from pcr_core.tiers.chunk_file import (
+from pcr_core.tiers.store.chunk_file import (
     ChunkFormat,
     ReadOutcome,
     chunk_path,
     read_chunk,
     write_chunk,
 )
-from pcr_core.tiers.files import Files
+from pcr_core.tiers.store.files import Files
 
 
 @pytest.fixture

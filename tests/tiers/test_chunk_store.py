@@ -14,8 +14,8 @@ import pytest
 
 from pcr_core.errors import ConfigError, StoreError
 from pcr_core.tiers import ChunkStore, InlineIo, IoPool
-from pcr_core.tiers.chunk_file import ReadOutcome
 from pcr_core.tiers.jobs import DeleteJob, ReadJob, WriteJob, WriteOutcome
+from pcr_core.tiers.store.chunk_file import ReadOutcome
 
 
 def listing(folder: Path) -> dict[str, bytes | None]:
@@ -314,7 +314,7 @@ def test_failed_reads_are_holes_and_are_written_again(kit, call):
 
 
 def test_an_index_that_refuses_leaves_nothing_behind(kit, monkeypatch):
-    from pcr_core.tiers.chunk_index import IndexTransaction, IndexTroubleError
+    from pcr_core.tiers.store.chunk_index import IndexTransaction, IndexTroubleError
 
     manager = kit.manager()
 

@@ -8,7 +8,6 @@ import threading
 import pytest
 
 from pcr_core.tiers import InlineIo, IoPool
-from pcr_core.tiers.chunk_file import ReadOutcome
 from pcr_core.tiers.jobs import (
     DeleteJob,
     ReadJob,
@@ -16,6 +15,7 @@ from pcr_core.tiers.jobs import (
     WriteJob,
     WriteOutcome,
 )
+from pcr_core.tiers.store.chunk_file import ReadOutcome
 
 
 class Gate:

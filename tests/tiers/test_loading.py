@@ -25,7 +25,7 @@ from pcr_core.tiers import (
     TierSettings,
     stop_policy,
 )
-from pcr_core.tiers.chunk_file import ChunkFormat
+from pcr_core.tiers.store.chunk_file import ChunkFormat
 from tests.tiers.conftest import LAYOUT, content
 from tests.tiers.memory_store import MemoryStore
 from tests.tiers.test_load_plan import CHUNK, RUNS, Machine, alone, machines

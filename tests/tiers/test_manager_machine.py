@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 from pcr_core.index.prefix_tree import Host
 from pcr_core.tiers import ChunkStore, HostPool, InlineIo, NoStore, TierManager
-from pcr_core.tiers.chunk_file import chunk_path
+from pcr_core.tiers.store.chunk_file import chunk_path
 
 CHUNKS = st.lists(st.integers(0, 2), min_size=0, max_size=4)
 FAULTS = {

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from pcr_core.errors import StoreError
-from pcr_core.tiers import ChunkStore, locks
-from pcr_core.tiers.chunk_file import ReadOutcome
+from pcr_core.tiers import ChunkStore
 from pcr_core.tiers.jobs import ReadJob, WriteJob, WriteOutcome, finish_group
+from pcr_core.tiers.store import locks
+from pcr_core.tiers.store.chunk_file import ReadOutcome
 
 SCRIPT = Path(__file__).with_name("store_crowd.py")
 FIRST_DOCUMENT, PREFIXES, QUESTIONS = 1000, 3, 4

@@ -12,8 +12,7 @@ import lmdb
 import pytest
 
 from pcr_core.errors import StoreError
-from pcr_core.tiers import ChunkStore, chunk_index, records
-from pcr_core.tiers.chunk_index import ChunkIndex, IndexTroubleError
+from pcr_core.tiers import ChunkStore
 from pcr_core.tiers.jobs import (
     DeleteJob,
     DocumentJob,
@@ -22,6 +21,8 @@ from pcr_core.tiers.jobs import (
     WriteOutcome,
     finish_group,
 )
+from pcr_core.tiers.store import chunk_index, records
+from pcr_core.tiers.store.chunk_index import ChunkIndex, IndexTroubleError
 
 DOC = b"d" * 16
 

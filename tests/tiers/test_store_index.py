@@ -10,9 +10,6 @@ import pytest
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.tiers import ChunkStore
-from pcr_core.tiers.chunk_file import ReadOutcome
-from pcr_core.tiers.chunk_index import ChunkIndex
-from pcr_core.tiers.forget_log import KEPT_EPOCHS
 from pcr_core.tiers.jobs import (
     DeleteJob,
     DocumentJob,
@@ -22,7 +19,10 @@ from pcr_core.tiers.jobs import (
     WriteJob,
     WriteOutcome,
 )
-from pcr_core.tiers.records import Record
+from pcr_core.tiers.store.chunk_file import ReadOutcome
+from pcr_core.tiers.store.chunk_index import ChunkIndex
+from pcr_core.tiers.store.forget_log import KEPT_EPOCHS
+from pcr_core.tiers.store.records import Record
 
 ALICE, BOB = b"a" * 16, b"b" * 16
 DOC, OTHER = b"d" * 16, b"o" * 16

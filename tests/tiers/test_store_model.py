@@ -23,7 +23,6 @@ from hypothesis.stateful import (
 )
 
 from pcr_core.tiers import ChunkStore
-from pcr_core.tiers.chunk_file import ReadOutcome
 from pcr_core.tiers.jobs import (
     DeleteJob,
     DocumentJob,
@@ -34,6 +33,7 @@ from pcr_core.tiers.jobs import (
     WriteOutcome,
     fail,
 )
+from pcr_core.tiers.store.chunk_file import ReadOutcome
 
 Chunks = tuple[int, ...]
 PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)

@@ -15,7 +15,7 @@ from statistics import median
 import pytest
 
 from pcr_core.tiers import HostPool, InlineIo, TierManager, TierSettings
-from pcr_core.tiers.chunk_index import Record
+from pcr_core.tiers.store.chunk_index import Record
 from pcr_core.tiers.write_policy import WRITE_POLICIES
 from tests.tiers.conftest import (
     FILE_BYTES,

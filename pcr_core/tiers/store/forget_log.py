@@ -15,7 +15,7 @@ import lmdb
 import msgspec
 
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.tables import Tables, number
+from pcr_core.tiers.store.tables import Tables, number
 
 KEPT_EPOCHS = 1000
 """Whoever is further behind must treat everything it holds as forgotten."""

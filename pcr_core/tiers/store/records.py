@@ -15,8 +15,8 @@ import lmdb
 import msgspec
 
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.forget_log import ForgetLog
-from pcr_core.tiers.tables import Tables, number
+from pcr_core.tiers.store.forget_log import ForgetLog
+from pcr_core.tiers.store.tables import Tables, number
 
 TOTAL = b"bytes"
 MAX_RECORDS = 5_000_000

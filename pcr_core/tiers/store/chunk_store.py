@@ -14,21 +14,21 @@ from pathlib import Path
 
 from pcr_core.errors import StoreError
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.chunk_file import (
+from pcr_core.tiers.jobs import DocumentJob, ReadJob, WriterJob
+from pcr_core.tiers.store.audit import audit_store
+from pcr_core.tiers.store.chunk_file import (
     ReadOutcome,
     chunk_path,
     read_chunk,
     stored_tokens,
 )
-from pcr_core.tiers.chunk_index import ChunkIndex, Record
-from pcr_core.tiers.commit_group import CommitGroup
-from pcr_core.tiers.files import Files
-from pcr_core.tiers.folder import CHUNK_FOLDER, prepare_folder
-from pcr_core.tiers.forget_log import Forgotten
-from pcr_core.tiers.jobs import DocumentJob, ReadJob, WriterJob
-from pcr_core.tiers.records import Contents, IndexTransaction
-from pcr_core.tiers.recovery import Limits, recover, shrink
-from pcr_core.tiers.store_audit import audit_store
+from pcr_core.tiers.store.chunk_index import ChunkIndex, Record
+from pcr_core.tiers.store.commit_group import CommitGroup
+from pcr_core.tiers.store.files import Files
+from pcr_core.tiers.store.folder import CHUNK_FOLDER, prepare_folder
+from pcr_core.tiers.store.forget_log import Forgotten
+from pcr_core.tiers.store.records import Contents, IndexTransaction
+from pcr_core.tiers.store.recovery import Limits, recover, shrink
 
 _TENANT_BYTES = 16
 

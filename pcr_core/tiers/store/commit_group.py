@@ -7,9 +7,6 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.chunk_file import StrayFileError, chunk_path, discard, write_chunk
-from pcr_core.tiers.files import Files
-from pcr_core.tiers.forget_log import LATE, Forgotten, check_digests
 from pcr_core.tiers.jobs import (
     DeleteJob,
     DocumentJob,
@@ -19,8 +16,16 @@ from pcr_core.tiers.jobs import (
     WriteOutcome,
     WriterJob,
 )
-from pcr_core.tiers.records import IndexTransaction, Record
-from pcr_core.tiers.recovery import Limits, sweep
+from pcr_core.tiers.store.chunk_file import (
+    StrayFileError,
+    chunk_path,
+    discard,
+    write_chunk,
+)
+from pcr_core.tiers.store.files import Files
+from pcr_core.tiers.store.forget_log import LATE, Forgotten, check_digests
+from pcr_core.tiers.store.records import IndexTransaction, Record
+from pcr_core.tiers.store.recovery import Limits, sweep
 
 _log = logging.getLogger("pcr_core.tiers")
 

@@ -18,10 +18,10 @@ import lmdb
 
 from pcr_core.errors import StoreError
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.folder import INDEX_FOLDER
-from pcr_core.tiers.forget_log import ForgetLog, Forgotten
-from pcr_core.tiers.locks import FolderLock, Turn, WriteLock
-from pcr_core.tiers.records import (
+from pcr_core.tiers.store.folder import INDEX_FOLDER
+from pcr_core.tiers.store.forget_log import ForgetLog, Forgotten
+from pcr_core.tiers.store.locks import FolderLock, Turn, WriteLock
+from pcr_core.tiers.store.records import (
     TOTAL,
     Contents,
     IndexTransaction,
@@ -30,7 +30,7 @@ from pcr_core.tiers.records import (
     read_contents,
     read_tenant,
 )
-from pcr_core.tiers.tables import Tables, number
+from pcr_core.tiers.store.tables import Tables, number
 
 __all__ = ["ChunkIndex", "IndexTroubleError", "Record"]
 

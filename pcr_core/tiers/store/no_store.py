@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.chunk_file import ReadOutcome
-from pcr_core.tiers.chunk_index import Record
-from pcr_core.tiers.chunk_store import ChunkStore
-from pcr_core.tiers.forget_log import Forgotten
 from pcr_core.tiers.jobs import ReadJob, WriterJob
-from pcr_core.tiers.records import Contents
+from pcr_core.tiers.store.chunk_file import ReadOutcome
+from pcr_core.tiers.store.chunk_index import Record
+from pcr_core.tiers.store.chunk_store import ChunkStore
+from pcr_core.tiers.store.forget_log import Forgotten
+from pcr_core.tiers.store.records import Contents
 
 
 class NoStore:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.tiers.chunk_file import SUFFIX, TEMPORARY, chunk_key, chunk_path
-from pcr_core.tiers.files import Files
-from pcr_core.tiers.records import Contents, IndexTransaction
+from pcr_core.tiers.store.chunk_file import SUFFIX, TEMPORARY, chunk_key, chunk_path
+from pcr_core.tiers.store.files import Files
+from pcr_core.tiers.store.records import Contents, IndexTransaction
 
 _log = logging.getLogger("pcr_core.tiers")
 

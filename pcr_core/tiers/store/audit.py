@@ -11,11 +11,11 @@ import xxhash
 
 from pcr_core.errors import StoreError
 from pcr_core.index.chunk import ChunkKey, Namespace, chunk_keys
-from pcr_core.tiers.chunk_file import chunk_path, header_digest
-from pcr_core.tiers.chunk_index import ChunkIndex
-from pcr_core.tiers.files import Files
-from pcr_core.tiers.records import Contents, IndexTransaction, Record
-from pcr_core.tiers.recovery import compare, mend
+from pcr_core.tiers.store.chunk_file import chunk_path, header_digest
+from pcr_core.tiers.store.chunk_index import ChunkIndex
+from pcr_core.tiers.store.files import Files
+from pcr_core.tiers.store.records import Contents, IndexTransaction, Record
+from pcr_core.tiers.store.recovery import compare, mend
 
 
 def audit_store(

@@ -28,7 +28,7 @@ from pcr_core.index.chunk import (
     Namespace,
     token_bytes,
 )
-from pcr_core.tiers.files import Buffer, Files
+from pcr_core.tiers.store.files import Buffer, Files
 
 SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
