@@ -167,11 +167,14 @@ class Loading:
         Only reads that have not begun are compared: one that has will end, and what
         comes before it in the prompt gains nothing from throwing it away.
         """
-        run = _run_from(index, lease.readings)
+        front = index
+        while front in lease.readings and lease.readings[front].job.begun:
+            front += 1  # to be waited for in any case, while the readers go on
+        run = _run_from(front, lease.readings)
         if not run:
             return False
-        taken = 0
-        for at in range(index, self._split(lease, run, (), 0, self._reads.begun)):
+        taken, earlier = 0, self._reads.begun - (front - index)
+        for at in range(front, self._split(lease, run, (), 0, earlier)):
             if not self._give_back(lease, at):
                 break
             taken += 1

@@ -20,7 +20,7 @@ from pcr_core.stats import CacheStats
 from pcr_core.tiers import ChunkStore
 
 GREEDY = SamplingParams(max_tokens=4, logprobs=True)
-_PATIENCE = 15.0
+_PATIENCE = 60.0
 _numbers = itertools.count()
 
 

@@ -17,6 +17,7 @@ from pcr_core import (
     RequestError,
     SamplingParams,
     StoreError,
+    service,
 )
 
 ONE = SamplingParams(max_tokens=1)
@@ -178,9 +179,46 @@ def test_configurations_compare_and_hash() -> None:
     assert hash(a) == hash(b)
     with pytest.raises(Exception, match="frozen"):
         a.dram_bytes = 5
+    auto = EngineConfig()
+    assert (auto.dram_bytes, auto.lookahead_window) == ("auto", "auto")
+    assert auto == EngineConfig(dram_bytes="auto", lookahead_window="auto")
+    assert hash(auto) == hash(EngineConfig())
+    for other in (
+        {"dram_bytes": "1GiB"},
+        {"lookahead_window": 0},
+        {"prefetch": "off"},
+        {"prefetch_timeout": 2.0},
+        {"write_policy": "on_evict"},
+        {"eviction": "lru"},
+        {"namespace_bytes": "1GiB"},
+        {"trace": "trace.jsonl"},
+    ):
+        assert EngineConfig(**other) != auto
+        assert EngineConfig(**other) == EngineConfig(**other)
+        assert hash(EngineConfig(**other)) == hash(EngineConfig(**other))
 
 
-@pytest.mark.parametrize("name", ["dram_bytes", "ssd_bytes"])
+@pytest.mark.parametrize(
+    ("left", "budget"),
+    [(0, 64 << 20), (1 << 30, 1 << 28), (8 << 30, 2 << 30), (1 << 40, 4 << 30)],
+)
+def test_the_dram_budget_follows_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, left: int, budget: int
+) -> None:
+    monkeypatch.setattr(service, "available_bytes", lambda: left)
+    assert service.dram_budget(EngineConfig()) == budget
+    assert service.dram_budget(EngineConfig(dram_bytes=5)) == 5
+
+
+def test_an_engine_in_a_small_container(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "available_bytes", lambda: 100 << 20)
+    stats = make_engine(dram_bytes="auto").stats().cache
+    assert 60 << 20 < stats.dram_budget <= 64 << 20
+
+
+@pytest.mark.parametrize("name", ["dram_bytes", "ssd_bytes", "namespace_bytes"])
 def test_a_budget_below_one_chunk(make_engine: Any, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} is 100 bytes.*at least \d+"):
         make_engine(**{name: 100})

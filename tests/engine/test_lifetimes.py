@@ -97,6 +97,24 @@ def test_threads_and_files_are_gone_after_close(
     assert not [t for t in threading.enumerate() if t.name.startswith("pcr-")]
 
 
+def test_threads_of_torch_are_put_back(make_engine: Any) -> None:
+    def of_a_new_thread() -> int:
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    before = of_a_new_thread(), torch.get_num_threads()
+    with make_engine(threads=3) as engine:
+        assert engine.stats().threads == 3
+        assert torch.get_num_threads() == before[1]
+    assert (of_a_new_thread(), torch.get_num_threads()) == before
+    with pytest.raises(ConfigError):
+        make_engine(threads=3, ssd_bytes=5)
+    assert of_a_new_thread() == before[0]
+
+
 def test_a_failed_start_leaves_no_thread(
     make_engine: Any, check_thread_leaks: None, check_fd_leaks: None
 ) -> None:

@@ -76,7 +76,7 @@ class Bench:
         self._serve(self.manager, run.start)
         self._train(believed or machine)
         self.time.now = 0.0
-        self.io.order.clear()
+        self.io.start_afresh()
 
     def _manager(self, io, settings=None) -> TierManager:
         pool = HostPool(SMALL, (self.run.stop + 1) * SMALL.nbytes)
@@ -212,6 +212,21 @@ def test_a_read_that_has_begun_is_not_compared_with_computing() -> None:
     bench.time.now += 0.04
     assert bench.prefill() < 0.01 + bench.machine.forward(CHUNK, CHUNK + TAIL)
     assert bench.tiers[0] == "ssd"
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("run", [range(20), range(5, 30)])
+def test_what_is_read_ahead_and_comes_too_late_is_computed(
+    readers: int, run: range
+) -> None:
+    """All but what the readers have begun, though they go on while it is decided."""
+    bench = Bench(Machine(readers=readers, read=5.0), run)
+    bench.manager.look_ahead([_Wanted(bench)])
+    spent = bench.prefill()
+    loaded, computed = bench.seconds
+    assert spent < readers * 5.0 + 1.1 * computed < loaded / 2
+    assert len(bench.tiers) - run.start == readers
+    assert bench.manager.stats.recomputed == len(run) - readers
 
 
 class _Wanted:

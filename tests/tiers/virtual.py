@@ -45,6 +45,11 @@ class VirtualIo:
         self.waited = 0.0
         self.order: list[bytes] = []
 
+    def start_afresh(self) -> None:
+        """Forget the past: the clock was put back and no read is under way."""
+        self._free = [self._time.now] * self._readers
+        self.order.clear()
+
     def seconds(self, job: ReadJob) -> float:
         return self.latency + self._readers * len(job.view) / self.bandwidth
 
