@@ -152,7 +152,7 @@ class World:
                 continue
             node = nodes[index]
             if node is not None and node.host is Host.READY:
-                self.tiers._free(node, Event.EVICT)
+                self.tiers._dram.free(node, Event.EVICT)
             if how != "evict":
                 damage(chunk_path(folder / "chunks", keys[index]), how)
 

@@ -198,7 +198,7 @@ def test_a_wrong_chunk_would_show(world: Any, folder: Path) -> None:
     one.open(folder, slots=20, files=20)
     one.ask(prompt)
     node = one.tiers._tree.match(one_keys(one, prompt))[1]
-    keys, _ = one.tiers._slots[node.key].layer(0)
+    keys, _ = one.tiers._dram.slot(node).layer(0)
     keys[0, 3, 5] *= 1.5
     changed = one.ask(prompt)
     one.shut()
