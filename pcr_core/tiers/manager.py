@@ -183,6 +183,17 @@ class TierManager:
             states[unknown[key]] = "ssd"
         return states
 
+    def in_use(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Say which chunks running requests or reads hold. Pure."""
+        return [node is not None and node.pins > 0 for node in self._tree.match(keys)]
+
+    @property
+    def capacity(self) -> int:
+        """Chunks that both budgets hold together, if they hold different ones."""
+        quota, budget = self._store.quota_bytes, self._store.budget_bytes
+        ssd_bytes = budget if quota is None else min(budget, quota)
+        return self._pool.capacity + ssd_bytes // self._format.file_nbytes
+
     def lease(
         self, keys: Sequence[ChunkKey], tokens: Sequence[int], usable: int
     ) -> Lease:
@@ -293,6 +304,10 @@ class TierManager:
     def register(self, heads: Mapping[bytes, ChunkKey]) -> None:
         """Remember where documents begin; see ``Forgetting.register``."""
         self._forgetting.register(heads)
+
+    def heads_of(self, document: bytes) -> set[ChunkKey]:
+        """Chunks at which a document begins; see ``Forgetting.heads_of``."""
+        return self._forgetting.heads_of(document)
 
     def begin_forget(
         self, document: bytes, heads: Iterable[ChunkKey] = ()
