@@ -78,7 +78,6 @@ class Ledger:
             for index in missing
             if (record := self._tiers.departures.find(request.keys[index])) is not None
         }
-        held = self._tiers.in_use(request.keys)
         holders = [self._history.holder(span) for span in request.spans]
         return Lookup(
             request.tokens,
@@ -91,8 +90,7 @@ class Ledger:
                 map(partial(self._sighting, request), request.spans, holders)
             ),
             gone=gone,
-            in_use=frozenset(i for i in missing if held[i]),
-            capacity=self._tiers.capacity,
+            dram_chunks=self._tiers.dram_chunks,
         )
 
     def catch_up(self, waiting: Iterable[Request]) -> None:

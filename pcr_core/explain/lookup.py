@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -42,8 +42,7 @@ class Lookup:
         sightings: How each document of ``spans`` was seen before, where that is known.
             What ``earlier`` tells about the same text comes first.
         gone: How missing chunks were lost, by chunk index.
-        in_use: Missing chunks that a running request is about to compute, by index.
-        capacity: Chunks that all tiers hold together; ``None`` if that is not known.
+        dram_chunks: Chunks that DRAM holds; ``None`` if that is not known.
 
     Raises:
         ValueError: If there is not one state for each full chunk, or not one sighting
@@ -58,8 +57,7 @@ class Lookup:
     earlier: Sequence[PastPrompt] = ()
     sightings: Sequence[Sighting | None] = ()
     gone: Mapping[int, Departure] = field(default_factory=dict)
-    in_use: Collection[int] = ()
-    capacity: int | None = None
+    dram_chunks: int | None = None
 
     def __post_init__(self) -> None:
         full = len(self.tokens) // self.chunk_tokens

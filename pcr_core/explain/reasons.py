@@ -30,10 +30,7 @@ _LIMITS = {
     "quota": "namespace_bytes",
 }
 """Why a chunk had to go -> the setting that would have kept it."""
-_LOST = (
-    "what was not stored, or left the tiers and was then forgotten here or in a "
-    "restart, cannot be told from what is new"
-)
+_LOST = "what was evicted or forgotten before a restart is not remembered"
 
 
 def explain(lookup: Lookup, decode: Decode) -> Explanation:
@@ -115,7 +112,7 @@ class _Reasons:
         if chunk in self._look.gone:
             return "gone", self._departure(missing)
         if (chunk + 1) * self._look.chunk_tokens <= self._past.known:
-            return "not stored", self._not_stored(chunk)
+            return "not stored", self._not_stored()
         return unseen(chunk)
 
     def _departure(self, missing: list[int]) -> str:
@@ -132,20 +129,17 @@ class _Reasons:
             text += f"; a larger {_LIMITS[record.reason]} keeps more"
         return text
 
-    def _not_stored(self, chunk: int) -> str:
-        look = self._look
-        if chunk in look.in_use:
-            return "a request that is still running computes it"
-        full = len(look.states)
-        if look.capacity is not None and look.capacity < full:
+    def _not_stored(self) -> str:
+        full, room = len(self._look.states), self._look.dram_chunks
+        if room is not None and room < full:
             return (
-                f"computed before, but there was no room: it has "
-                f"{counted(full, 'full chunk')}, and all tiers hold {look.capacity}; "
-                "raise dram_bytes, ssd_bytes or namespace_bytes"
+                f"computed before, but there was no room: the prompt has "
+                f"{counted(full, 'full chunk')}, and DRAM, which they all pass "
+                f"through, holds {room}; raise dram_bytes"
             )
         return (
-            "computed before, but in no tier: DRAM was in use by other requests, or "
-            "the request was cancelled or failed"
+            "computed before, but in no tier: DRAM was in use by others, the request "
+            "was cancelled or failed, or it left so long ago that nothing is noted"
         )
 
     def _new_prompt(self, chunk: int) -> Reason:
@@ -250,6 +244,8 @@ class _Reasons:
     def _text_in_front(self, span: DocumentSpan) -> str:
         at = self._difference
         if at is None or at.index >= span.first_token:
+            if self._is_repeated(span):
+                return "the same document already stands before it"
             return "seen before, behind other text"
         place = next(
             (

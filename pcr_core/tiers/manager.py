@@ -183,16 +183,10 @@ class TierManager:
             states[unknown[key]] = "ssd"
         return states
 
-    def in_use(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Say which chunks running requests or reads hold. Pure."""
-        return [node is not None and node.pins > 0 for node in self._tree.match(keys)]
-
     @property
-    def capacity(self) -> int:
-        """Chunks that both budgets hold together, if they hold different ones."""
-        quota, budget = self._store.quota_bytes, self._store.budget_bytes
-        ssd_bytes = budget if quota is None else min(budget, quota)
-        return self._pool.capacity + ssd_bytes // self._format.file_nbytes
+    def dram_chunks(self) -> int:
+        """Chunks that DRAM holds: a request's new ones all pass through it at once."""
+        return self._pool.capacity
 
     def lease(
         self, keys: Sequence[ChunkKey], tokens: Sequence[int], usable: int

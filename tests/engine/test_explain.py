@@ -209,15 +209,17 @@ def test_removed_by_another_engine(make_engine: Any) -> None:
     assert "(forgotten)" in part(look(engine, A), "a").why
 
 
-def test_no_room_at_all(make_engine: Any) -> None:
-    engine = make_engine(ssd_bytes=0)
-    engine = make_engine(ssd_bytes=0, dram_bytes=slots_for(engine, 2))
+@pytest.mark.parametrize("ssd_bytes", [0, "4MiB"])
+def test_no_room_at_all(make_engine: Any, ssd_bytes: Any) -> None:
+    engine = make_engine()
+    engine = make_engine(ssd_bytes=ssd_bytes, dram_bytes=slots_for(engine, 2))
     put(engine, A)
+    assert engine.flush(60)
     found = look(engine, A)
-    assert found.prompt.dram_tokens == 64
+    assert found.hit_tokens == 64
     assert found.prompt.verdict == "not stored"
     assert "there was no room" in found.prompt.why
-    assert "all tiers hold 2; raise dram_bytes" in found.prompt.why
+    assert "holds 2; raise dram_bytes" in found.prompt.why
 
 
 def test_after_a_restart_files_tell_what_was_there(make_engine: Any) -> None:
