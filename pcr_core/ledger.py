@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
-from pcr_core.documents import ForgetReceipt, head_chunk
+from pcr_core.documents import DocumentSpan, ForgetReceipt, head_chunk
 from pcr_core.errors import StoreError
-from pcr_core.explain.history import PastPrompt, PromptHistory
+from pcr_core.explain.history import (
+    PastPrompt,
+    PromptHistory,
+    Sighting,
+    sighting_in,
+)
 from pcr_core.explain.lookup import Lookup
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.request import Request
@@ -72,15 +78,19 @@ class Ledger:
             for index in missing
             if (record := self._tiers.departures.find(request.keys[index])) is not None
         }
+        holders = [self._history.holder(span) for span in request.spans]
         return Lookup(
             request.tokens,
             self._tiers.chunk_tokens,
             states,
             must_compute=must_compute,
             spans=request.spans,
-            earlier=self._earlier(request, missing),
-            sightings=[self._history.sighting(span) for span in request.spans],
+            earlier=self._earlier(request, missing, holders),
+            sightings=list(
+                map(partial(self._sighting, request), request.spans, holders)
+            ),
             gone=gone,
+            dram_chunks=self._tiers.dram_chunks,
         )
 
     def catch_up(self, waiting: Iterable[Request]) -> None:
@@ -183,13 +193,28 @@ class Ledger:
                 heads.setdefault(span.digest, request.keys[at])
         return heads
 
-    def _earlier(self, request: Request, missing: Sequence[int]) -> list[PastPrompt]:
+    def _sighting(
+        self, request: Request, span: DocumentSpan, holder: PastPrompt | None
+    ) -> Sighting | None:
+        """How a document was seen: in a remembered prompt, or as the folder knows."""
+        if holder is not None:
+            return sighting_in(holder, span)
+        heads = self._tiers.heads_of(span.digest)
+        at = head_chunk(span, self._tiers.chunk_tokens)
+        here = at < len(request.keys) and request.keys[at] in heads
+        return Sighting(here=here) if heads else None
+
+    def _earlier(
+        self,
+        request: Request,
+        missing: Sequence[int],
+        holders: Iterable[PastPrompt | None],
+    ) -> list[PastPrompt]:
         """Earlier prompts like this one: remembered, or told by stored chunks."""
-        nearest = self._history.nearest(request.tokens)
-        found = [nearest] if nearest is not None else []
+        found = [self._history.nearest(request.tokens), *holders]
         if missing:
             start = missing[0] * self._tiers.chunk_tokens
             beside = self._tiers.sibling_tokens(request.keys, missing[0])
             if beside:
                 found.append(PastPrompt.of([*request.tokens[:start], *beside]))
-        return found
+        return [prompt for prompt in found if prompt is not None]

@@ -13,13 +13,13 @@ Verdict = Literal[
     "gone",
     "not stored",
     "shared chunk",
-    "never seen",
+    "not known",
     "text changed",
     "order changed",
     "other documents before it",
     "other text before it",
 ]
-"""Why a part is not wholly reused; ``"reused"`` if it is."""
+"""Why a part is not wholly reused; see ``Explanation``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,31 @@ class Difference:
 class Explanation:
     """What a prompt would reuse if it ran now, and why not more. Any thread.
 
-    ``print(explanation)`` gives a table; a notebook shows it as HTML.
+    ``print(explanation)`` gives a table; a notebook shows it as HTML. A ``Part`` has a
+    name, its tokens (``first_token``, ``stop_token``), how many of them come from where
+    (``dram_tokens``, ``ssd_tokens``, together ``hit_tokens``; the rest are
+    ``computed_tokens``), a ``verdict``, and a sentence, ``why``. The verdicts:
+
+    - ``"reused"``: all of it is.
+    - ``"end of prompt"``: only the end of the prompt is missing, which always runs.
+    - ``"gone"``: it was here; when it left, from which tier, and for what.
+    - ``"not stored"``: it was computed before, but is in no tier.
+    - ``"shared chunk"``: its end shares a chunk with the text behind it, which is new.
+    - ``"not known"``: no remembered prompt and no stored chunk tells of it.
+    - ``"text changed"``: other text was there before.
+    - ``"order changed"``: seen before, with the same documents in another order.
+    - ``"other documents before it"``: seen before, behind other documents.
+    - ``"other text before it"``: seen before, behind other text.
 
     Attributes:
-        prompt: The prompt as a whole.
-        documents: Each document in it, in order.
+        prompt: The prompt as a whole, a ``Part``.
+        documents: Each document in it, in order, a ``Part`` each.
         chunk_tokens: Tokens per chunk; only whole chunks are stored.
-        difference: Where it leaves the nearest earlier prompt, if that is known.
+        difference: Where it leaves the nearest earlier prompt: the ``index`` of the
+            first differing token, the text ``before`` it, the text ``now`` and
+            ``then``, and some of what follows (``after_now``, ``after_then``).
+            ``None`` without an earlier prompt that has a chunk, one of the documents,
+            or half of its text in common.
         hints: What looks as if it will change with every request, and what to do.
     """
 
@@ -122,7 +140,8 @@ class Explanation:
         rows = [
             (
                 "prompt",
-                f"{prompt.tokens} tokens, {full} full chunks of {self.chunk_tokens}",
+                f"{counted(prompt.tokens, 'token')}, {counted(full, 'full chunk')} of "
+                f"{self.chunk_tokens}",
             ),
             ("reused", _reused(prompt)),
             ("computed", _because(f"{prompt.computed_tokens}", prompt)),
@@ -131,8 +150,7 @@ class Explanation:
             (
                 f"document {_short(part.name)}",
                 _because(
-                    f"tokens {part.first_token} to {part.stop_token - 1}: reused "
-                    f"{_reused(part)}",
+                    f"{_place(part)}: reused {_reused(part)}",
                     part,
                 ),
             )
@@ -141,6 +159,17 @@ class Explanation:
         if self.difference is not None:
             rows += _difference_rows(self.difference)
         return rows + [("hint", hint) for hint in self.hints]
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and a noun, which takes an s unless there is one of it."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _place(part: Part) -> str:
+    if part.tokens == 1:
+        return f"token {part.first_token}"
+    return f"tokens {part.first_token} to {part.stop_token - 1}"
 
 
 def _reused(part: Part) -> str:

@@ -15,6 +15,8 @@ from pcr_core.documents import DocumentSpan
 from pcr_core.prefix import shared_prefix
 
 _WIDTH = array("I").itemsize
+_WINDOW = 8
+"""Tokens that must agree in a row to count as common text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,19 @@ class PastPrompt:
         """How many tokens both begin with."""
         return shared_prefix(self.packed, other.packed) // _WIDTH
 
+    def resembles(self, other: PastPrompt) -> bool:
+        """Whether half of the shorter one's text is also in the other, anywhere."""
+        shorter, longer = sorted((self, other), key=len)
+        windows, others = _windows(shorter.packed), set(_windows(longer.packed))
+        return 0 < len(windows) <= 2 * sum(one in others for one in windows)
+
+
+def _windows(packed: bytes) -> list[bytes]:
+    """Each run of ``_WINDOW`` tokens."""
+    size = _WINDOW * _WIDTH
+    last = len(packed) - size
+    return [packed[at : at + size] for at in range(0, last + 1, _WIDTH)]
+
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
@@ -58,10 +73,13 @@ class Sighting:
         order: Ids of the documents of that prompt, in order and each once; a prefix
             that ends with this document will do. ``None`` when nothing is known.
         text_digest: ``DocumentSpan.text_digest`` then, or ``b""`` when not known.
+        here: Whether it is known to have begun in the same chunk, behind the same
+            text, as it does now.
     """
 
     order: tuple[str, ...] | None = None
     text_digest: bytes = b""
+    here: bool = False
 
 
 def document_order(spans: Sequence[DocumentSpan]) -> tuple[str, ...]:
@@ -153,17 +171,18 @@ class PromptHistory:
         stop = bisect_right(self._sorted, packed[:shared], key=lambda one: one[:shared])
         return self._by_age[max(self._sorted[first:stop], key=self._age.__getitem__)]
 
-    def sighting(self, span: DocumentSpan) -> Sighting | None:
-        """How a document stood in the newest prompt that holds it.
+    def holder(self, span: DocumentSpan) -> PastPrompt | None:
+        """Return the newest prompt that holds a document.
 
         One that holds the same text is preferred to one with another text under its id.
         """
-        other: Sighting | None = None
+        other: PastPrompt | None = None
         for prompt in reversed(self._by_age.values()):
             found = sighting_in(prompt, span)
             if found is not None and found.text_digest == span.text_digest:
-                return found
-            other = other or found
+                return prompt
+            if found is not None and other is None:
+                other = prompt
         return other
 
     def forget_where(self, holds: Callable[[PastPrompt], bool]) -> int:

@@ -36,12 +36,13 @@ class Lookup:
         must_compute: Tokens at its end that run anyway; they may begin in a chunk that
             is read.
         spans: The documents in it.
-        earlier: Earlier prompts that may be like it; the most similar one counts. After
-            a restart: the tokens up to the first missing chunk, followed by those of a
-            stored chunk that has the same parent.
+        earlier: Earlier prompts that may be like it; of two that are as like, the first
+            counts. After a restart: the tokens up to the first missing chunk, followed
+            by those of a stored chunk that has the same parent.
         sightings: How each document of ``spans`` was seen before, where that is known.
             What ``earlier`` tells about the same text comes first.
         gone: How missing chunks were lost, by chunk index.
+        dram_chunks: Chunks that DRAM holds; ``None`` if that is not known.
 
     Raises:
         ValueError: If there is not one state for each full chunk, or not one sighting
@@ -56,6 +57,7 @@ class Lookup:
     earlier: Sequence[PastPrompt] = ()
     sightings: Sequence[Sighting | None] = ()
     gone: Mapping[int, Departure] = field(default_factory=dict)
+    dram_chunks: int | None = None
 
     def __post_init__(self) -> None:
         full = len(self.tokens) // self.chunk_tokens

@@ -11,10 +11,17 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 
 from pcr_core.documents import DocumentSpan
-from pcr_core.explain.explanation import Difference, Explanation, Part, Verdict
+from pcr_core.explain.explanation import (
+    Difference,
+    Explanation,
+    Part,
+    Verdict,
+    counted,
+)
 from pcr_core.explain.hints import Decode, find_difference, find_hints
-from pcr_core.explain.history import PastPrompt, Sighting, document_order, sighting_in
+from pcr_core.explain.history import Sighting, document_order, sighting_in
 from pcr_core.explain.lookup import Lookup
+from pcr_core.explain.past import Past
 
 Reason = tuple[Verdict, str]
 _LIMITS = {
@@ -23,6 +30,7 @@ _LIMITS = {
     "quota": "namespace_bytes",
 }
 """Why a chunk had to go -> the setting that would have kept it."""
+_LOST = "what was evicted or forgotten before a restart is not remembered"
 
 
 def explain(lookup: Lookup, decode: Decode) -> Explanation:
@@ -32,7 +40,7 @@ def explain(lookup: Lookup, decode: Decode) -> Explanation:
         lookup: What is known about it.
         decode: Text of token ids, special tokens included and nothing cleaned up.
     """
-    past = _Past(lookup)
+    past = Past(lookup)
     earlier = past.nearest.tokens if past.nearest is not None else []
     difference = None
     if earlier and past.shared < len(lookup.tokens):
@@ -50,32 +58,11 @@ def explain(lookup: Lookup, decode: Decode) -> Explanation:
     )
 
 
-class _Past:
-    """What is known to have been computed before.
-
-    Attributes:
-        nearest: The earlier prompt that shares the longest prefix; ``None`` if chunks
-            prove that an unknown one shared more.
-        shared: Tokens shared with ``nearest``.
-        known: Leading tokens that were certainly computed before, in this order.
-    """
-
-    def __init__(self, lookup: Lookup) -> None:
-        now = PastPrompt.of(lookup.tokens)
-        stored = [i for i, state in enumerate(lookup.states) if state != "none"]
-        last = max([*stored, *lookup.gone], default=-1)
-        proven = (last + 1) * lookup.chunk_tokens
-        nearest = max(lookup.earlier, key=now.shared_with, default=None)
-        self.shared = now.shared_with(nearest) if nearest is not None else 0
-        self.known = max(proven, self.shared)
-        self.nearest = nearest if self.shared >= proven else None
-
-
 class _Reasons:
     """Finds the reason of the first missing chunk of a part; it speaks for the rest."""
 
     def __init__(
-        self, lookup: Lookup, past: _Past, difference: Difference | None
+        self, lookup: Lookup, past: Past, difference: Difference | None
     ) -> None:
         self._look = lookup
         self._past = past
@@ -118,17 +105,14 @@ class _Reasons:
             return "reused", ""
         if not missing:
             return "end of prompt", (
-                f"the last {rest} tokens always run: a last partial chunk is not "
+                f"the last {_run(rest)}: a last partial chunk is not "
                 "stored, and the last token is needed"
             )
         chunk = missing[0]
         if chunk in self._look.gone:
             return "gone", self._departure(missing)
         if (chunk + 1) * self._look.chunk_tokens <= self._past.known:
-            return "not stored", (
-                "computed before, but in no tier: still running or being written, or "
-                "there was no room"
-            )
+            return "not stored", self._not_stored()
         return unseen(chunk)
 
     def _departure(self, missing: list[int]) -> str:
@@ -140,20 +124,38 @@ class _Reasons:
             f"{record.tier.upper()} at {when.isoformat(' ', 'seconds')} ({cause})"
         )
         if len(missing) > 1:
-            text += f", first of {len(missing)} missing chunks"
+            text += f", first of {counted(len(missing), 'missing chunk')}"
         if record.reason in _LIMITS:
             text += f"; a larger {_LIMITS[record.reason]} keeps more"
         return text
 
+    def _not_stored(self) -> str:
+        full, room = len(self._look.states), self._look.dram_chunks
+        if room is not None and room < full:
+            return (
+                f"computed before, but there was no room: the prompt has "
+                f"{counted(full, 'full chunk')}, and DRAM, which they all pass "
+                f"through, holds {room}; raise dram_bytes"
+            )
+        return (
+            "computed before, but in no tier: DRAM was in use by others, the request "
+            "was cancelled or failed, or it left so long ago that nothing is noted"
+        )
+
     def _new_prompt(self, chunk: int) -> Reason:
         at = self._difference
-        if at is None and self._past.known == 0:
-            return "never seen", "no earlier prompt is known that begins like this"
+        if at is None and not any(state != "none" for state in self._look.states):
+            return "not known", (
+                "no remembered prompt and no stored chunk begins like this; " + _LOST
+            )
         if at is None:
             start = chunk * self._look.chunk_tokens
-            return "never seen", f"no earlier prompt is known from token {start} on"
+            return "not known", (
+                f"no remembered prompt and no stored chunk tells what followed "
+                f"token {start - 1}; {_LOST}"
+            )
         if not at.then:
-            return "never seen", (
+            return "not known", (
                 f"new from token {at.index} on, where the nearest earlier prompt ends"
             )
         return "text changed", (
@@ -164,26 +166,66 @@ class _Reasons:
         self, span: DocumentSpan, seen: Sighting | None, chunk: int
     ) -> Reason:
         if self._past.known >= span.stop_token:
-            start = max(span.first_token, chunk * self._look.chunk_tokens)
-            return "shared chunk", (
-                f"its last {span.stop_token - start} tokens share a chunk with the "
-                "text behind it, which is new"
-            )
+            return self._shared_chunk(span, chunk)
         nearest = self._past.nearest
         near = sighting_in(nearest, span) if nearest is not None else None
         if near is not None and (seen is None or near.text_digest == span.text_digest):
             seen = near
-        if seen is None:
-            return "never seen", "no earlier prompt is known that holds it"
-        if seen.text_digest and seen.text_digest != span.text_digest:
+        if seen and seen.text_digest and seen.text_digest != span.text_digest:
             return "text changed", "another text was seen under this id"
+        if self._began_here(span, seen):
+            return self._end_of_document(span, chunk)
+        if seen is None:
+            return "not known", (
+                f"no remembered prompt and no stored chunk is known to hold it; {_LOST}"
+            )
         if seen.order is None:
-            return "other text before it", "seen before, behind something else"
+            return "other text before it", (
+                "seen before, behind other text or documents; which ones is not kept "
+                "on disk"
+            )
         return self._compare_order(span, seen.order)
+
+    def _began_here(self, span: DocumentSpan, seen: Sighting | None) -> bool:
+        """Whether some of it was certainly computed behind this very text."""
+        size = self._look.chunk_tokens
+        own = range(-(-span.first_token // size), span.stop_token // size)
+        return (
+            (seen is not None and seen.here)
+            or self._past.begins_alike(span)
+            or any(i in self._look.gone or self._is_stored(i) for i in own)
+        )
+
+    def _is_stored(self, chunk: int) -> bool:
+        return self._look.states[chunk] != "none"
+
+    def _shared_chunk(self, span: DocumentSpan, chunk: int) -> Reason:
+        start = max(span.first_token, chunk * self._look.chunk_tokens)
+        rest = span.stop_token - start
+        which = "token shares" if rest == 1 else f"{rest} tokens share"
+        return "shared chunk", (
+            f"its last {which} a chunk with the text behind it, which is new"
+        )
+
+    def _end_of_document(self, span: DocumentSpan, chunk: int) -> Reason:
+        """Some of it was here, behind the same text, but not this chunk."""
+        at = self._difference
+        # The last token may hold some of the text behind the document.
+        inside = at and span.first_token <= at.index < span.stop_token - 1
+        if at and inside and at.then:
+            return "text changed", (
+                f"it differs from the nearest earlier prompt from token {at.index} on"
+            )
+        if span.stop_token < (chunk + 1) * self._look.chunk_tokens:
+            return self._shared_chunk(span, chunk)
+        return "not stored", (
+            "it began like this before, but its rest is in no tier: evicted before "
+            "this process started, never stored, or changed since"
+        )
 
     def _compare_order(self, span: DocumentSpan, order: tuple[str, ...]) -> Reason:
         now, then = _before(span, self._order), _before(span, order)
-        if now == then:
+        if now == then or self._is_repeated(span):
             return "other text before it", self._text_in_front(span)
         text = f"now it is behind {_names(now)}, then it was behind {_names(then)}"
         common = set(self._order) & set(order)
@@ -192,9 +234,18 @@ class _Reasons:
             return "order changed", f"{text}; a fixed order would be reused"
         return "other documents before it", text
 
+    def _is_repeated(self, span: DocumentSpan) -> bool:
+        """Whether it stands in the prompt before: an order names each document once."""
+        return any(
+            one.document == span.document and one.first_token < span.first_token
+            for one in self._look.spans
+        )
+
     def _text_in_front(self, span: DocumentSpan) -> str:
         at = self._difference
         if at is None or at.index >= span.first_token:
+            if self._is_repeated(span):
+                return "the same document already stands before it"
             return "seen before, behind other text"
         place = next(
             (
@@ -205,6 +256,10 @@ class _Reasons:
             "",
         )
         return f"the text differs from token {at.index} on{place}"
+
+
+def _run(rest: int) -> str:
+    return "token always runs" if rest == 1 else f"{rest} tokens always run"
 
 
 def _before(span: DocumentSpan, order: tuple[str, ...]) -> tuple[str, ...]:

@@ -103,6 +103,15 @@ class Forgetting:
         if fresh:
             self._io.write(DocumentJob(fresh, epoch=self._writes.epoch))
 
+    def heads_of(self, document: bytes) -> set[ChunkKey]:
+        """Chunks at which a document begins, as far as memory or the index knows."""
+        known = self._heads.get(document, set())
+        try:
+            return known | self._store.heads_of(document)
+        except OSError as error:
+            self._trouble.once("index", "the cache index cannot be read", error)
+            return known
+
     def begin(self, document: bytes, heads: Iterable[ChunkKey] = ()) -> ForgetJob:
         """Have the store remove a document. ``finish`` at once and when it has ended.
 

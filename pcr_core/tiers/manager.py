@@ -183,6 +183,11 @@ class TierManager:
             states[unknown[key]] = "ssd"
         return states
 
+    @property
+    def dram_chunks(self) -> int:
+        """Chunks that DRAM holds: a request's new ones all pass through it at once."""
+        return self._pool.capacity
+
     def lease(
         self, keys: Sequence[ChunkKey], tokens: Sequence[int], usable: int
     ) -> Lease:
@@ -293,6 +298,10 @@ class TierManager:
     def register(self, heads: Mapping[bytes, ChunkKey]) -> None:
         """Remember where documents begin; see ``Forgetting.register``."""
         self._forgetting.register(heads)
+
+    def heads_of(self, document: bytes) -> set[ChunkKey]:
+        """Chunks at which a document begins; see ``Forgetting.heads_of``."""
+        return self._forgetting.heads_of(document)
 
     def begin_forget(
         self, document: bytes, heads: Iterable[ChunkKey] = ()

@@ -61,8 +61,8 @@ def test_reused_and_the_end_of_the_prompt(make_engine: Any) -> None:
 
 def test_never_seen(make_engine: Any) -> None:
     found = look(make_engine(), A)
-    assert found.prompt.verdict == "never seen"
-    assert verdicts(found) == {"a": "never seen"}
+    assert found.prompt.verdict == "not known"
+    assert verdicts(found) == {"a": "not known"}
     assert found.hit_tokens == 0
     assert found.difference is None
 
@@ -83,7 +83,7 @@ def test_other_documents_in_front(make_engine: Any) -> None:
     put(engine, A, B)
     found = look(engine, A, C, B)
     assert verdicts(found)["b"] == "other documents before it"
-    assert verdicts(found)["c"] == "never seen"
+    assert verdicts(found)["c"] == "not known"
 
 
 def test_text_changed(make_engine: Any) -> None:
@@ -209,14 +209,17 @@ def test_removed_by_another_engine(make_engine: Any) -> None:
     assert "(forgotten)" in part(look(engine, A), "a").why
 
 
-def test_no_room_at_all(make_engine: Any) -> None:
-    engine = make_engine(ssd_bytes=0)
-    engine = make_engine(ssd_bytes=0, dram_bytes=slots_for(engine, 2))
+@pytest.mark.parametrize("ssd_bytes", [0, "4MiB"])
+def test_no_room_at_all(make_engine: Any, ssd_bytes: Any) -> None:
+    engine = make_engine()
+    engine = make_engine(ssd_bytes=ssd_bytes, dram_bytes=slots_for(engine, 2))
     put(engine, A)
+    assert engine.flush(60)
     found = look(engine, A)
-    assert found.prompt.dram_tokens == 64
+    assert found.hit_tokens == 64
     assert found.prompt.verdict == "not stored"
     assert "there was no room" in found.prompt.why
+    assert "holds 2; raise dram_bytes" in found.prompt.why
 
 
 def test_after_a_restart_files_tell_what_was_there(make_engine: Any) -> None:
@@ -228,11 +231,36 @@ def test_after_a_restart_files_tell_what_was_there(make_engine: Any) -> None:
     assert found.prompt.verdict == "text changed"
     assert found.difference is not None
     assert (found.difference.now[0], found.difference.then[0]) == ("C", "B")
-    assert verdicts(found) == {"a": "shared chunk", "c": "never seen"}
+    assert verdicts(found) == {"a": "shared chunk", "c": "not known"}
     first_chunk = look(engine, A, system="respond from the documents, at once.\n")
     assert first_chunk.hit_tokens == 0
     assert first_chunk.difference is not None
     assert first_chunk.difference.then.startswith("a"), "from 'answer'"
+
+
+def test_after_a_restart_a_document_behind_other_text(make_engine: Any) -> None:
+    with make_engine() as first:
+        put(first, A, B)
+        put(first, C)
+        assert first.flush(60)
+        first.forget("c")
+    engine = make_engine()
+    swapped = look(engine, B, A)
+    assert verdicts(swapped) == dict.fromkeys("ab", "other text before it")
+    dated = look(engine, A, system="2026-03-02: " + SYSTEM)
+    assert verdicts(dated) == {"a": "other text before it"}
+    forgotten = look(engine, C)
+    assert verdicts(forgotten) == {"c": "not known"}
+    assert "restart" in part(forgotten, "c").why
+
+
+def test_after_a_restart_the_tail_of_a_document(make_engine: Any) -> None:
+    with make_engine() as first:
+        ask(first, A.text * 2, documents=[Document("aa", A.text * 2)])
+    engine = make_engine()
+    text = f"{A.text * 2}\nwhat is it, and what is it good for?"
+    found = engine.explain(text, documents=[Document("aa", A.text * 2)])
+    assert (found.hit_tokens, verdicts(found)) == (96, {"aa": "shared chunk"})
 
 
 def test_in_the_other_tenants_tier(make_engine: Any) -> None:
@@ -241,7 +269,7 @@ def test_in_the_other_tenants_tier(make_engine: Any) -> None:
     assert engine.flush(60)
     found = look(other, A)
     assert found.hit_tokens == 0
-    assert found.prompt.verdict == "never seen"
+    assert found.prompt.verdict == "not known"
     assert found.difference is None, "nor does a file of another tenant tell anything"
 
 

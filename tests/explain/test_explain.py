@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import hypothesis.strategies as st
 import pytest
@@ -13,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 
 import pcr_core
 from pcr_core.documents import Document, DocumentSpan, locate
-from pcr_core.explain.explanation import Explanation
-from pcr_core.explain.history import PastPrompt, PromptHistory, Sighting
+from pcr_core.explain.explanation import Explanation, Verdict
+from pcr_core.explain.history import PastPrompt, PromptHistory, Sighting, sighting_in
 from pcr_core.explain.lookup import Lookup
 from pcr_core.explain.reasons import explain
 from pcr_core.index.chunk import ChunkKey, Namespace, chunk_keys
@@ -65,12 +67,16 @@ class Service:
     def lookup(self, text: str, *documents: Document, **more: Any) -> Lookup:
         tokens, spans = self.encode(text, documents)
         keys = chunk_keys(NAMESPACE, tokens, CHUNK)
-        nearest = self.history.nearest(tokens)
+        holders = list(map(self.history.holder, spans))
+        earlier = [self.history.nearest(tokens), *holders]
         facts: dict[str, Any] = {
             "states": [self.chunks.get(key, "none") for key in keys],
             "spans": spans,
-            "earlier": [nearest] if nearest else [],
-            "sightings": [self.history.sighting(span) for span in spans],
+            "earlier": [prompt for prompt in earlier if prompt],
+            "sightings": [
+                sighting_in(holder, span) if holder else None
+                for span, holder in zip(spans, holders, strict=True)
+            ],
             "gone": {i: self.gone[k] for i, k in enumerate(keys) if k in self.gone},
         }
         return Lookup(tokens, CHUNK, **{**facts, **more})
@@ -150,8 +156,8 @@ def test_chunks_behind_a_hole_are_hits(service: Service) -> None:
 
 def test_never_seen(service: Service) -> None:
     found = service.explain(rag(A, B), A, B)
-    assert verdicts(found) == [("a", "never seen"), ("b", "never seen")]
-    assert found.prompt.verdict == "never seen"
+    assert verdicts(found) == [("a", "not known"), ("b", "not known")]
+    assert found.prompt.verdict == "not known"
     assert found.hit_tokens == 0
     assert found.difference is None
 
@@ -180,7 +186,7 @@ def test_other_documents_before_it(service: Service) -> None:
     service.run(rag(A, B), A, B)
     found = service.explain(rag(C, B), B, C)
     assert verdicts(found) == [
-        ("c", "never seen"),
+        ("c", "not known"),
         ("b", "other documents before it"),
     ]
     assert found.documents[1].why == "now it is behind c, then it was behind a"
@@ -280,7 +286,7 @@ def test_the_difference_is_known_from_a_stored_chunk(service: Service) -> None:
     found = service.explain(now, A, C, earlier=[sibling])
     assert found.difference is not None
     assert (found.difference.now, found.difference.then) == ("C", "B")
-    assert found.documents[1].verdict == "never seen"
+    assert found.documents[1].verdict == "not known"
 
 
 @pytest.mark.parametrize(
@@ -304,12 +310,130 @@ def test_an_earlier_prompt_is_ignored_where_chunks_prove_more(service: Service) 
     far = PastPrompt.of(service.encode("Answer quickly!", [])[0])
     found = service.explain(rag(A, C), A, C, earlier=[far])
     assert found.difference is None
-    assert found.prompt.verdict == "never seen"
-    assert "no earlier prompt is known from token" in found.prompt.why
+    assert found.prompt.verdict == "not known"
+    assert "no stored chunk tells what followed token" in found.prompt.why
     near = PastPrompt.of(service.encode(rag(A, B), [])[0])
     both = service.explain(rag(A, C), A, C, earlier=[far, near])
     assert both.difference is not None
     assert both.difference.now == "C"
+
+
+def restarted(service: Service, text: str, *documents: Document, **more: Any) -> Any:
+    """Explain what another process has stored; nothing is remembered."""
+    service.history = PromptHistory()
+    return service.explain(text, *documents, **more)
+
+
+def test_the_tail_of_a_document_whose_chunks_are_stored(service: Service) -> None:
+    text = SYSTEM + A.text
+    service.run(text, A, tier="ssd")
+    found = restarted(service, f"{text}\n\nWho keeps the grey geese?", A)
+    assert found.hit_tokens == len(text + "_") // CHUNK * CHUNK
+    assert verdicts(found) == [("a", "shared chunk")]
+
+
+def test_the_text_changed_behind_stored_chunks(service: Service) -> None:
+    service.run(rag(A), A, tier="ssd")
+    tokens, _ = service.encode(rag(A), [])
+    changed = Document("a", A.text.replace("white", "brown"))
+    stop = (rag(A).index("white") // CHUNK + 1) * CHUNK
+    sibling = PastPrompt.of(tokens[:stop])
+    found = restarted(service, rag(changed), changed, earlier=[sibling])
+    assert verdicts(found) == [("a", "text changed")]
+
+
+def test_the_rest_of_a_document_that_began_here(service: Service) -> None:
+    service.run(rag(A, B), A, B, tier="ssd")
+    for key in service.keys(rag(A, B))[5:]:
+        del service.chunks[key]
+    found = restarted(service, rag(A, B), A, B, sightings=[None, Sighting()])
+    assert verdicts(found) == [("a", "not stored"), ("b", "other text before it")]
+    assert "evicted before this process started" in found.documents[0].why
+
+
+def test_a_short_document_that_is_known_to_have_begun_here(service: Service) -> None:
+    short = Document("s", "Tiny.")
+    here = [Sighting(here=True)]
+    found = service.explain(
+        f"{SYSTEM}{short.text} And what then?", short, sightings=here
+    )
+    assert verdicts(found) == [("s", "shared chunk")]
+
+
+def test_nothing_known_says_so_and_what_a_restart_loses(service: Service) -> None:
+    found = restarted(service, rag(A), A)
+    for part in (found.prompt, *found.documents):
+        assert part.verdict == "not known"
+        assert "restart" in part.why
+
+
+@pytest.mark.parametrize("end", ["", " ", " Who?"])
+def test_a_document_twice(service: Service, end: str) -> None:
+    """Also if its last token was another one then."""
+    twice = Document("a", A.text + " ")
+    service.run(twice.text + end, twice)
+    found = service.explain(f"{A.text}\n{A.text}", twice)
+    assert verdicts(found) == [("a", "shared chunk"), ("a", "other text before it")]
+    assert found.difference is not None
+    why = found.documents[1].why
+    assert why.startswith(("the same document already", "the text differs from token"))
+
+
+# --- which earlier prompt ---
+
+
+def test_prompts_with_nothing_in_common_are_not_compared(service: Service) -> None:
+    service.run(rag(A, B), A, B)
+    found = service.explain("Report the weather of each of the last seven days.")
+    assert found.difference is None
+    assert found.prompt.verdict == "not known"
+
+
+def test_a_prompt_that_holds_the_document_is_compared(service: Service) -> None:
+    service.run(rag(A, question="Where are the geese?"), A)
+    service.run("Today it rains, and it will rain tomorrow.")
+    for question in ("Who?", "Where are the geese?", "When, and how often?"):
+        text = "Today is Monday. " + rag(A, question=question)
+        found = service.explain(text, A)
+        assert found.prompt.verdict == "text changed"
+        assert found.difference is not None
+        assert (found.difference.index, found.difference.then) == (1, "A")
+        assert verdicts(found) == [("a", "other text before it")]
+
+
+# --- why a computed chunk is in no tier ---
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"dram_chunks": 1}, "no room: the prompt has 3 full chunks, and DRAM"),
+        ({"dram_chunks": 3}, "DRAM was in use by others"),
+    ],
+)
+def test_not_stored(service: Service, facts: Any, why: str) -> None:
+    text = "x" * 3 * CHUNK
+    service.run(text)
+    service.chunks.clear()
+    found = service.explain(text, **facts)
+    assert found.prompt.verdict == "not stored"
+    assert why in found.prompt.why
+
+
+def test_all_verdicts_are_documented() -> None:
+    verdicts = set(get_args(Verdict))
+    assert set(re.findall(r'- ``"(.+?)"``', Explanation.__doc__ or "")) == verdicts
+    guide = Path(__file__).parents[2] / "docs" / "cache.md"
+    section = guide.read_text("utf-8").split("\n## ")[1]
+    assert set(re.findall(r"^\| `(.+?)`", section, re.MULTILINE)) == verdicts
+
+
+def test_one_of_a_thing_is_not_plural(service: Service) -> None:
+    text = "x" * CHUNK  # and a BOS
+    service.run(text)
+    found = str(service.explain(text))
+    assert "1 full chunk of 16" in found
+    assert "the last token always runs" in found
 
 
 # --- without documents ---
@@ -318,7 +442,7 @@ def test_an_earlier_prompt_is_ignored_where_chunks_prove_more(service: Service) 
 def test_a_prompt_that_goes_on_where_another_ended(service: Service) -> None:
     service.run("One two three.")
     found = service.explain("One two three. Four five six seven eight.")
-    assert found.prompt.verdict == "never seen"
+    assert found.prompt.verdict == "not known"
     assert found.prompt.why == (
         "new from token 15 on, where the nearest earlier prompt ends"
     )
@@ -443,10 +567,12 @@ def test_a_character_is_shown_whole(service: Service) -> None:
 
 def test_bytes_that_are_no_text(service: Service) -> None:
     tokens = [200, 201] * 20
-    look = Lookup(tokens, CHUNK, ["none"] * 2, earlier=[PastPrompt.of([200, 201, 202])])
-    found = explain(look, service.decode)
+    before = PastPrompt.of([*tokens[:20], 202])
+    found = explain(
+        Lookup(tokens, CHUNK, ["none"] * 2, earlier=[before]), service.decode
+    )
     assert found.difference is not None
-    assert found.difference.index == 2
+    assert found.difference.index == 20
 
 
 # --- the table ---

@@ -168,6 +168,11 @@ class ChunkIndex:
         with self._read() as txn:
             return ForgetLog(txn, self._tables).since(epoch)
 
+    def heads_of(self, document: bytes) -> set[ChunkKey]:
+        """Keys of the chunks at which a document begins."""
+        with self._read() as txn:
+            return ForgetLog(txn, self._tables).heads(document)
+
     def last_commit(self) -> int:
         """A number that grows with every commit of any process."""
         self.check_process()

@@ -141,6 +141,14 @@ class ChunkStore:
         """
         return self._index.forgotten_since(epoch)
 
+    def heads_of(self, document: bytes) -> set[ChunkKey]:
+        """Return the chunks at which a document begins, behind any text.
+
+        Raises:
+            OSError: If the index refused.
+        """
+        return self._index.heads_of(document)
+
     def read(self, job: ReadJob) -> None:
         """Fill the job's buffer with complete and verified bytes, or say why not.
 

@@ -44,6 +44,10 @@ class NoStore:
         """Return that nothing was."""
         return Forgotten(0, frozenset(), frozenset())
 
+    def heads_of(self, document: bytes) -> set[ChunkKey]:
+        """Return nothing."""
+        return set()
+
     def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Record]:
         """Return nothing."""
         return {}
