@@ -29,7 +29,7 @@ class StepIo:
         reads: Queued; they can still be taken back.
         begun: Under way; they cannot.
         writes: The writer's queue.
-        hanging: Nobody who waits gets anything.
+        hanging: Nobody who waits for a read gets anything.
         pick: Chooses which of so many reads ends next.
     """
 
@@ -128,14 +128,15 @@ class StepIo:
         return True
 
     def _one_ends(self, wanted: set[Job], timeout: float | None) -> bool:
+        if not wanted.isdisjoint(self.writes):
+            self._time.now += _STEP
+            self.run_writes(1)
+            return True
         if self.hanging or (timeout is not None and timeout < _STEP):
             assert timeout is not None, "this would wait for ever"
             self._time.now += timeout
             return False
         self._time.now += _STEP
-        if not wanted.isdisjoint(self.writes):
-            self.run_writes(1)
-            return True
         if not self.begun or self.pick(2):
             queued = [job for job in self.reads if job in wanted] or self.reads
             if queued:

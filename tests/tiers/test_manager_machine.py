@@ -1,16 +1,25 @@
-"""Random requests, faults, damage and restarts against a plain-dict model.
+"""Everything that can happen to a folder and two managers on it, against a plain dict.
 
-The model remembers the bytes each key must have. Whatever happens, a slot that is lent
-for reading has exactly these bytes, the budgets hold in real bytes, and the audit finds
-the damage done on purpose and nothing else.
+Tree, pool, store and managers are the real ones. Reads and writes end when the machine
+says so, in an order it chooses, fail, hang, are taken back or dropped; files are
+damaged; managers are restarted with other limits, or die. The model remembers of every
+byte string what it stands for: a chunk, and the epoch of the request that computed it.
+
+Document ``d`` is the chunk with the number ``d``. Forgetting it covers every chunk with
+that number at or before it, as far as it was computed in an earlier epoch.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import random
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hypothesis import settings
@@ -24,11 +33,47 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pcr_core.index.prefix_tree import Host
-from pcr_core.tiers import ChunkStore, HostPool, InlineIo, NoStore, TierManager
-from pcr_core.tiers.store.chunk_file import chunk_path
+from pcr_core.index.chunk import ChunkKey, Namespace, chunk_keys
+from pcr_core.index.node import Disk, Host
+from pcr_core.tiers import (
+    WRITE_POLICIES,
+    ChunkStore,
+    ForgetJob,
+    HostPool,
+    InlineIo,
+    Lease,
+    NoStore,
+    TierManager,
+    TierSettings,
+    stop_policy,
+)
+from pcr_core.tiers.audit import audit_memory
+from pcr_core.tiers.jobs import WriteJob
+from pcr_core.tiers.store.chunk_file import ChunkFormat, ChunkId, chunk_key
+from pcr_core.tiers.store.chunk_index import IndexTroubleError
+from tests.tiers.conftest import (
+    FILE_BYTES,
+    LAYOUT,
+    NAMESPACE,
+    Clock,
+    FaultyFiles,
+    prompt,
+)
+from tests.tiers.stepwise import StepIo
+from tests.tiers.virtual import VirtualTime
 
-CHUNKS = st.lists(st.integers(0, 2), min_size=0, max_size=4)
+Chunks = tuple[int, ...]
+# Few, and with common beginnings, so that much is asked for again.
+POPULAR = ((0, 1), (0, 1, 2), (0, 1, 2, 1), (0, 2, 1), (1, 0), (1, 0, 0, 2), (2,))
+PATHS = st.one_of(
+    st.sampled_from(POPULAR),
+    st.sampled_from(POPULAR),
+    st.lists(st.integers(0, 2), max_size=4).map(tuple),
+)
+USERS = st.integers(0, 1)
+DOCUMENTS = st.sampled_from([2, 2, 1, 0])
+MANY = st.integers(0, 10**6)
+"""Chooses one of however many there are."""
 FAULTS = {
     "open_new": errno.EACCES,
     "writev": errno.ENOSPC,
@@ -37,221 +82,611 @@ FAULTS = {
     "fsync_folder": errno.EIO,
     "open_read": errno.EMFILE,
     "preadv": errno.EIO,
+    "unlink": errno.EACCES,
+    "index read": errno.EIO,
+    "index write": errno.ENOSPC,
 }
+TENANTS = (b"", b"t" * 16)
+NAMESPACES = (NAMESPACE, Namespace.of([("test", b"tiny"), ("tenant", b"t")]))
+FORMATS = tuple(ChunkFormat(LAYOUT, namespace) for namespace in NAMESPACES)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a manager is set up. Sizes are in chunks; no SSD chunks is no SSD tier."""
+
+    slots: int
+    ssd: int
+    quota: int | None
+    tenant: int
+    eviction: str
+    write_policy: str
+    stop: str
+    stepwise: bool
+
+    @property
+    def settings(self) -> TierSettings:
+        return TierSettings(
+            eviction=self.eviction,
+            stop=stop_policy(self.stop, 2.5),
+            write_policy=WRITE_POLICIES[self.write_policy](),
+            tenant=TENANTS[self.tenant],
+            quota_bytes=self.quota_bytes,
+        )
+
+    @property
+    def quota_bytes(self) -> int | None:
+        return None if self.quota is None else self.quota * FILE_BYTES
+
+
+PLANS = st.builds(
+    Plan,
+    slots=st.sampled_from([1, 2, 3, 5, 8, 8]),
+    ssd=st.sampled_from([0, 1, 2, 3, 5, 8, 8]),
+    quota=st.none() | st.integers(1, 4),
+    tenant=st.sampled_from([0, 0, 1]),
+    eviction=st.sampled_from(["lookahead-lru", "lru", "pgdsf", "adaptive"]),
+    write_policy=st.sampled_from(["write_through", *WRITE_POLICIES]),
+    stop=st.sampled_from(["best_effort", "wait_complete", "timeout", "off"]),
+    stepwise=st.sampled_from([True, True, True, False]),
+)
+
+
+class FaultyIndex:
+    """The index of a store, refusing when told to; a write is undone at its end."""
+
+    READS = ("lookup", "contents", "used_bytes", "tenant_bytes", "epoch")
+
+    def __init__(self, index, files: FaultyFiles) -> None:
+        self._index = index
+        self._files = files
+
+    def __getattr__(self, name: str):
+        if name in self.READS or name == "forgotten_since":
+            self._fail("index read")
+        return getattr(self._index, name)
+
+    @contextmanager
+    def write(self) -> Iterator:
+        with self._index.write() as txn:
+            yield txn
+            self._fail("index write")
+
+    def _fail(self, what: str) -> None:
+        if what in self._files.broken:
+            raise IndexTroubleError(self._files.broken[what], "refused")
+
+
+@dataclass(eq=False)
+class Wanted:
+    """A prompt in a queue."""
+
+    keys: list[ChunkKey]
+    tokens: list[int]
+    usable: int
+
+
+@dataclass(eq=False)
+class Opened:
+    """A lease, and the epoch in which its request began."""
+
+    lease: Lease
+    epoch: int
+
+
+@dataclass(eq=False)
+class User:
+    """One manager, and what the machine is doing with it.
+
+    Attributes:
+        forgotten: Without a folder: the documents it has forgotten, in order.
+    """
+
+    plan: Plan
+    manager: TierManager
+    io: StepIo | InlineIo
+    leases: list[Opened] = field(default_factory=list)
+    forgetting: list[tuple[int, ForgetJob]] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)
+
+    @property
+    def store(self) -> ChunkStore | None:
+        store = self.manager._store
+        return store if isinstance(store, ChunkStore) else None
+
+    @property
+    def epoch(self) -> int:
+        return self.manager._writes.epoch if self.store else len(self.forgotten)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way."""
+        io = self.io
+        waiting = isinstance(io, StepIo) and (io.reads or io.begun or io.writes)
+        return not (waiting or io._done or self.leases or self.forgetting)
 
 
 class TierMachine(RuleBasedStateMachine):
-    def __init__(self, kit) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kit = kit
-        self.folder = Path(tempfile.mkdtemp(dir=kit.folder.parent))
-        self.files = kit.FaultyFiles()
-        self.clock = kit.Clock()
-        self.bytes: dict[bytes, bytes] = {}
-        self.open: list = []
-        self.budget = 0
-        self.manager: TierManager | None = None
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self.folder = Path(tempfile.mkdtemp(prefix="pcr-cache-", dir=memory))
+        self.files = FaultyFiles()
+        self.clock = Clock()
+        self.time = VirtualTime()
+        self.users: list[User] = []
+        self.paths: dict[ChunkKey, tuple[int, Chunks]] = {}
+        self.meaning: dict[bytes, tuple[ChunkKey, int]] = {}
+        self.forgotten: list[tuple[int, int]] = []  # epoch, document
+        self.limit = 0
+        self.quotas = {tenant: None for tenant in TENANTS}
+        self.unlink_failed = False
 
     # --- life ---
 
-    @initialize(slots=st.integers(1, 6), ssd=st.integers(0, 6))
-    def start(self, slots, ssd):
-        pool = HostPool(self.kit.layout, slots * self.kit.layout.nbytes)
-        self.budget = ssd * self.kit.file_nbytes
-        store = NoStore()
-        if ssd:
-            store = ChunkStore(self.folder, self.budget, files=self.files)
-        self.manager = TierManager(
-            self.kit.layout,
-            self.kit.namespace,
-            pool,
-            store,
-            InlineIo(store),
-            clock=self.clock,
+    @initialize(plans=st.tuples(PLANS, PLANS), seed=MANY)
+    def start(self, plans, seed):
+        self.random = random.Random(seed)
+        self.users = [self.opened(plan) for plan in plans]
+
+    def opened(self, plan: Plan) -> User:
+        store: ChunkStore | NoStore = NoStore()
+        if plan.ssd:
+            store = ChunkStore(
+                self.folder,
+                plan.ssd * FILE_BYTES,
+                tenant=TENANTS[plan.tenant],
+                quota_bytes=plan.quota_bytes,
+                files=self.files,
+            )
+            store._index = FaultyIndex(store._index, self.files)
+            self.raise_limits(plan)
+        io = (
+            StepIo(store, self.time, self.random.randrange)
+            if plan.stepwise
+            else InlineIo(store)
         )
+        manager = TierManager(
+            LAYOUT,
+            NAMESPACES[plan.tenant],
+            HostPool(LAYOUT, plan.slots * LAYOUT.nbytes),
+            store,
+            io,
+            plan.settings,
+            clock=self.clock,
+            timer=self.time,
+        )
+        if self.random.random() < 0.5:  # or nothing is known of speeds yet
+            self.measure_speeds(manager)
+        return User(plan, manager, io)
 
-    @rule(slots=st.integers(1, 6), ssd=st.integers(0, 6))
-    def restart(self, slots, ssd):
-        self.end_all()
-        self.manager.close()
-        self.start(slots, ssd)
+    def measure_speeds(self, manager: TierManager) -> None:
+        token, read = (10 ** self.random.uniform(-4, 1) for _ in range(2))
+        manager.prefill_times.observe(0, 8, token)
+        manager._reads.times.observe(FILE_BYTES, read)
 
-    def end_all(self):
-        while self.open:
-            self.end(0)
+    def raise_limits(self, plan: Plan) -> None:
+        """What the folder may hold is what the most generous user so far allowed."""
+        self.limit = max(self.limit, plan.ssd * FILE_BYTES)
+        mine = plan.quota_bytes or 10**9
+        tenant = TENANTS[plan.tenant]
+        self.quotas[tenant] = max(self.quotas[tenant] or 0, mine)
+
+    @rule(which=USERS, plan=PLANS, dies=st.booleans())
+    def restart(self, which, plan, dies):
+        self.files.broken.clear()
+        self.end(self.users[which], dies=dies)
+        self.users[which] = self.opened(plan)
+
+    @rule(plans=st.tuples(PLANS, PLANS), dies=st.booleans())
+    def restart_both(self, plans, dies):
+        self.files.broken.clear()
+        for user in self.users:
+            self.end(user, dies=dies)
+        self.limit = 0
+        self.quotas = {tenant: None for tenant in TENANTS}
+        self.unlink_failed = False  # opening a folder removes what belongs to nobody
+        self.users = [self.opened(plan) for plan in plans]
+
+    def end(self, user: User, *, dies: bool, drains: bool = False) -> None:
+        if dies:  # its jobs, its slots and its leases die with it
+            if user.store is not None:
+                user.store.close()
+            return
+        for document, job in list(user.forgetting):
+            self.finish(user, document, job)
+        while user.leases:
+            self.end_lease(user, 0, filled=None)
+        if drains:
+            while not user.is_quiet:
+                user.manager.poll()
+                if isinstance(user.io, StepIo):
+                    user.io.run_all()
+            self.nothing_is_left(user)
+        user.manager.close()
 
     def teardown(self):
-        self.files.broken.clear()
-        if self.manager is not None:
-            self.end_all()
-            self.manager.close()
-        shutil.rmtree(self.folder)
+        try:
+            self.files.broken.clear()
+            for user in self.users:
+                self.end(user, dies=False, drains=True)
+            if self.users:
+                store = ChunkStore(self.folder, 100 * FILE_BYTES)
+                self.right_files_under_right_names(store)
+                store.close()
+        finally:
+            for user in self.users:
+                if user.store is not None:
+                    user.store.close()
+            shutil.rmtree(self.folder)
+
+    def nothing_is_left(self, user: User) -> None:
+        manager = user.manager
+        assert not manager._forgetting._doomed
+        assert not manager._writes._writing
+        assert not manager._reads._readings
+        assert not manager._room._deleting
+        assert not manager._catalogue.leaving
+        room = manager._room
+        assert (room._coming, room._leaving, room._own_leaving) == (0, 0, 0)
+
+    # --- the model ---
+
+    def request(self, user: User, chunks: Chunks) -> Wanted:
+        tokens = [*prompt(*chunks), 9]
+        number = user.plan.tenant
+        keys = chunk_keys(NAMESPACES[number], tokens, LAYOUT.chunk_tokens)
+        for index, key in enumerate(keys):
+            self.paths[key] = number, chunks[: index + 1]
+        return Wanted(keys, tokens, len(keys))
+
+    def bytes_of(self, key: ChunkKey, epoch: int) -> bytes:
+        """What a request of that epoch computes."""
+        name = key + epoch.to_bytes(4, "little")
+        data = hashlib.shake_256(name).digest(LAYOUT.nbytes)
+        self.meaning[data] = key, epoch
+        return data
+
+    def last_forgotten(self, key: ChunkKey, events) -> int:
+        """The last of some epochs in which a chunk was forgotten; 0 if in none."""
+        _, chunks = self.paths[key]
+        return max((epoch for epoch, d in events if d in chunks), default=0)
+
+    def must_be_right(self, user: User, key: ChunkKey, data: bytes, known: int) -> None:
+        """Bytes lent for a chunk to somebody who knew of so many epochs."""
+        assert data in self.meaning, "garbage was lent"
+        meant, epoch = self.meaning[data]
+        assert meant == key, "another chunk was lent"
+        events = self.forgotten
+        if user.store is None:
+            events = list(enumerate(user.forgotten, start=1))
+        events = [(at, document) for at, document in events if at <= known]
+        assert epoch >= self.last_forgotten(key, events), "a forgotten chunk was lent"
 
     # --- requests ---
 
-    def expected(self, key) -> bytes:
-        return self.bytes.setdefault(key, self.kit.content(key))
-
-    def begin(self, chunks, usable):
-        tokens = [*self.kit.prompt(*chunks), 9]
-        keys = self.kit.keys_of(tokens)
-        before = self.manager.match(keys)
-        assert self.manager.match(keys) == before
-        lease = self.manager.lease(keys, tokens, min(usable, len(keys)))
-        lease.wait()
-        for index, tier in lease.tiers.items():
-            assert before[index] == tier
-        for index in lease.sources:
-            assert index < usable
-            assert index not in lease.sinks
-        self.open.append((lease, keys))
-        self.read_all(lease, keys)
-        return lease, keys
-
-    def read_all(self, lease, keys):
+    @rule(which=USERS, chunks=PATHS, usable=st.integers(0, 4))
+    def open_lease(self, which, chunks, usable):
+        user = self.users[which]
+        if len(user.leases) == 3:
+            return
+        user.manager.catch_up()
+        want = self.request(user, chunks)
+        self.register(user, chunks, want)
+        known = user.epoch
+        lease = user.manager.lease(want.keys, want.tokens, min(usable, len(want.keys)))
+        user.leases.append(Opened(lease, known))
         for index, slot in lease.sources.items():
-            assert bytes(slot.view) == self.expected(keys[index])
+            self.must_be_right(user, want.keys[index], bytes(slot.view), known)
 
-    def end(self, which, filled=None):
-        lease, keys = self.open.pop(which)
-        self.read_all(lease, keys)
-        for index, slot in lease.sinks.items():
-            slot.view[:] = self.expected(keys[index])
-            if filled is None or index < filled:
-                lease.filled(index)
+    @rule(which=USERS, chunks=PATHS)
+    def register_only(self, which, chunks):
+        """A request that is cancelled before it gets anything."""
+        user = self.users[which]
+        user.manager.catch_up()
+        self.register(user, chunks, self.request(user, chunks))
+
+    def register(self, user: User, chunks: Chunks, want: Wanted) -> None:
+        heads = {bytes([d]) * 16: want.keys[chunks.index(d)] for d in set(chunks)}
+        user.manager.register(heads)
+
+    @precondition(lambda self: any(user.leases for user in self.users))
+    @rule(lease=MANY, chunk=MANY)
+    def settle(self, lease, chunk):
+        _, opened = self.any_lease(lease)
+        pending = sorted(opened.lease.pending)
+        if pending:
+            index = pending[chunk % len(pending)]
+            opened.lease.settle(index)
+            assert index not in opened.lease.pending
+
+    @precondition(lambda self: any(user.leases for user in self.users))
+    @rule(lease=MANY, filled=st.none() | st.integers(0, 4), waits=st.booleans())
+    def end_any_lease(self, lease, filled, waits):
+        user, opened = self.any_lease(lease)
+        self.end_lease(user, user.leases.index(opened), filled=filled, waits=waits)
+
+    @rule(users=st.lists(USERS, min_size=1, max_size=6), data=st.data())
+    def serve(self, users, data):
+        """Some requests from beginning to end."""
+        for which in users:
+            user = self.users[which]
+            if len(user.leases) < 3:
+                self.open_lease(which, data.draw(PATHS), 4)
+                self.end_lease(user, len(user.leases) - 1, filled=None)
+                self.step(which, data)
+
+    @rule(which=USERS, chunks=PATHS)
+    def serve_twice(self, which, chunks):
+        for _ in range(2):
+            if len(self.users[which].leases) < 3:
+                self.open_lease(which, chunks, 4)
+                self.end_lease(self.users[which], -1, filled=None)
+
+    def any_lease(self, number: int) -> tuple[User, Opened]:
+        all_ = [(user, opened) for user in self.users for opened in user.leases]
+        return all_[number % len(all_)]
+
+    def end_lease(self, user: User, index: int, *, filled, waits: bool = True) -> None:
+        opened = user.leases.pop(index)
+        lease = opened.lease
+        if waits:
+            lease.wait()
+            assert not lease.pending
+        for at, slot in lease.sources.items():
+            assert self.meaning[bytes(slot.view)][0] == lease.keys[at]
+        for at, slot in lease.sinks.items():
+            assert at not in lease.sources
+            assert at not in lease.pending
+            slot.view[:] = self.bytes_of(lease.keys[at], opened.epoch)
+            if filled is None or at < filled:
+                lease.filled(at)
             else:
                 slot.view[:10] = b"unfinished"
         lease.close()
+        lease.close()
 
-    @rule(chunks=CHUNKS, usable=st.integers(0, 4))
-    def open_lease(self, chunks, usable):
-        if len(self.open) < 3:
-            self.begin(chunks, usable)
+    # --- the queue ---
 
-    @precondition(lambda self: self.open)
-    @rule(data=st.data(), filled=st.none() | st.integers(0, 4))
-    def end_lease(self, data, filled):
-        self.end(data.draw(st.integers(0, len(self.open) - 1)), filled)
+    @rule(which=USERS, queue=st.lists(PATHS, max_size=4), hint=st.none() | PATHS)
+    def look_ahead(self, which, queue, hint):
+        user = self.users[which]
+        if hint is not None:
+            user.manager.hint(self.request(user, hint))
+        user.manager.look_ahead([self.request(user, chunks) for chunks in queue])
 
-    @rule(chunks=CHUNKS)
-    def serve(self, chunks):
-        self.begin(chunks, 4)
-        self.end(len(self.open) - 1)
+    # --- documents ---
 
-    @precondition(lambda self: not self.open)
-    @rule(chunks=CHUNKS)
-    def serve_twice(self, chunks):
-        for _ in range(2):
-            lease, _ = self.begin(chunks, 4)
-            held = min(len(chunks), self.manager._pool.capacity)
-            tiers = list(lease.tiers.values())
-            self.end(0)
-        assert tiers.count("dram") >= held
+    @rule(which=USERS, document=DOCUMENTS, at_once=st.booleans())
+    def forget(self, which, document, at_once):
+        user = self.users[which]
+        job = user.manager.begin_forget(bytes([document]) * 16)
+        user.forgetting.append((document, job))
+        self.note_forgotten(user)
+        if at_once:
+            self.finish(user, document, job)
 
-    @rule(chunks=CHUNKS)
-    def leave_without_waiting(self, chunks):
-        tokens = [*self.kit.prompt(*chunks), 9]
-        keys = self.kit.keys_of(tokens)
-        self.manager.lease(keys, tokens, len(keys)).close()
+    @precondition(lambda self: any(user.forgetting for user in self.users))
+    @rule(which=MANY)
+    def end_forget(self, which):
+        all_ = [(user, *one) for user in self.users for one in user.forgetting]
+        self.finish(*all_[which % len(all_)])
+
+    def finish(self, user: User, document: int, job: ForgetJob) -> None:
+        user.manager.wait_for(job)
+        self.note_forgotten(user)
+        user.forgetting.remove((document, job))
+        removed = user.manager.end_forget(job)
+        if user.store is None:
+            user.forgotten.append(document)
+        assert len(set(removed.dram)) == len(removed.dram)
+
+    def note_forgotten(self, user: User) -> None:
+        """Take down what the store has forgotten by now."""
+        for document, job in user.forgetting:
+            if job.epoch and (job.epoch, document) not in self.forgotten:
+                self.forgotten.append((job.epoch, document))
+
+    @rule(which=USERS)
+    def catch_up(self, which):
+        user = self.users[which]
+        user.manager.catch_up()
+        if user.leases or not user.is_quiet:
+            return
+        for node in user.manager._tree.nodes():
+            if node.host is Host.READY:
+                data = bytes(user.manager._dram.view(node))
+                self.must_be_right(user, node.key, data, user.epoch)
+
+    # --- what the threads do ---
+
+    @rule(which=USERS, steps=st.integers(1, 5), data=st.data())
+    def some_steps(self, which, steps, data):
+        for _ in range(steps):
+            self.step(which, data)
+
+    def step(self, which: int, data) -> None:
+        """One thing happens on another thread, or is heard of."""
+        user, io = self.users[which], self.users[which].io
+        number = data.draw(st.integers(0, 11))
+        if number < 3:
+            user.manager.poll()
+        elif not isinstance(io, StepIo):
+            return
+        elif number < 5 and io.reads:
+            io.begin_read(self.random.randrange(len(io.reads)))
+        elif number < 8 and io.begun:
+            io.end_read(self.random.randrange(len(io.begun)))
+        elif number < 9 and any(isinstance(job, WriteJob) for job in io.writes):
+            io.shed(self.random.randrange(10))
+        else:
+            io.run_writes(number - 6)
+            self.note_forgotten(user)
+
+    @rule(which=USERS, hangs=st.booleans())
+    def hang(self, which, hangs):
+        io = self.users[which].io
+        if isinstance(io, StepIo):
+            io.hanging = hangs
+
+    @rule(which=USERS)
+    def measure(self, which):
+        self.measure_speeds(self.users[which].manager)
+
+    @rule(which=USERS)
+    def flush(self, which):
+        assert self.users[which].manager.flush()
+        self.note_forgotten(self.users[which])
 
     # --- what disks do ---
 
-    @rule(call=st.sampled_from(sorted(FAULTS)))
-    def break_call(self, call):
-        self.files.broken[call] = FAULTS[call]
+    @rule(call=st.none() | st.sampled_from(sorted(FAULTS)))
+    def break_a_call_or_repair_all(self, call):
+        if call is None:
+            self.files.broken.clear()
+        else:
+            self.files.broken[call] = FAULTS[call]
+            self.unlink_failed |= call == "unlink"
 
-    @rule()
-    def repair_calls(self):
-        self.files.broken.clear()
-
-    @precondition(lambda self: self.stored())
     @rule(data=st.data(), how=st.sampled_from(["flip", "cut", "delete", "swap"]))
     def damage(self, data, how):
-        path = data.draw(st.sampled_from(self.stored()))
-        if how == "delete":
+        paths = self.chunk_files()
+        if not paths:
+            return
+        path = data.draw(st.sampled_from(paths))
+        raw = bytearray(path.read_bytes())
+        if how == "delete" or not raw:
             path.unlink()
         elif how == "cut":
-            size = path.stat().st_size
-            os.truncate(path, data.draw(st.integers(0, max(0, size - 1))))
+            os.truncate(path, data.draw(st.integers(0, len(raw) - 1)))
         elif how == "swap":
-            path.write_bytes(data.draw(st.sampled_from(self.stored())).read_bytes())
-        elif path.stat().st_size:
-            raw = bytearray(path.read_bytes())
+            path.write_bytes(data.draw(st.sampled_from(paths)).read_bytes())
+        else:
             raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1
             path.write_bytes(raw)
 
-    @rule()
-    def fix(self):
-        self.manager.check(fix=True)
-        assert self.manager.check().ok
-        assert self.damaged() == set()
-
-    def stored(self) -> list[Path]:
-        folder = self.folder / "chunks"
-        return sorted(folder.iterdir()) if folder.exists() else []
-
-    def damaged(self) -> set[str]:
-        """Chunks whose file is not exactly what this library would write."""
-        if self.manager._store is None:
-            return set()
-        names = set()
-        fmt = self.kit.format
-        for key in self.manager._store.records():
-            path = chunk_path(self.folder / "chunks", key)
-            raw = path.read_bytes() if path.exists() else b""
-            head, data = raw[: fmt.header_nbytes], raw[fmt.header_nbytes :]
-            good = data == self.expected(key) and key.hex().encode() in head
-            if not (good and head == self.header(key, data, head)):
-                names.add(key.hex()[:12])
-        return names
-
-    def header(self, key, data, head) -> bytes:
-        for chunks in self.known_paths():
-            tokens = self.kit.prompt(*chunks)
-            if self.kit.keys_of(tokens)[-1] == key:
-                chunk = self.kit.chunk_id(tokens, len(chunks) - 1)
-                return self.kit.format.header(chunk, self.kit.format.checksums(data))
-        raise AssertionError("a chunk nobody asked for")
-
-    def known_paths(self):
-        paths = [[]]
-        for _ in range(4):
-            paths = [[*path, number] for path in paths for number in range(3)]
-            yield from paths
+    @rule(which=USERS)
+    def fix(self, which):
+        user = self.users[which]
+        self.files.broken.clear()
+        if user.store is not None:
+            user.manager.check(fix=True)
+            self.note_forgotten(user)
+            assert user.store.audit(fix=False) == []
 
     # --- what must hold ---
 
-    @invariant()
-    def audit_finds_the_damage_and_nothing_else(self):
-        if self.manager is None:
-            return
-        report = self.manager.check()
-        assert report.memory == []
-        found = {line.split()[1].rstrip(":") for line in report.store}
-        assert found == self.damaged()
+    @contextmanager
+    def calm(self) -> Iterator[None]:
+        broken, self.files.broken = self.files.broken, {}
+        yield
+        self.files.broken = broken
+
+    def chunk_files(self) -> list[Path]:
+        folder = self.folder / "chunks"
+        return sorted(folder.iterdir()) if folder.exists() else []
 
     @invariant()
-    def budgets_hold(self):
-        if self.manager is None:
-            return
-        if isinstance(self.manager._store, ChunkStore):
-            # Files that were cut short are smaller than what is counted.
-            real = sum(path.stat().st_size for path in self.stored())
-            assert real <= self.manager._store.used_bytes() <= self.budget
-        stats = self.manager.snapshot()
-        assert stats.dram_bytes <= stats.dram_budget
-        assert stats.ssd_bytes <= stats.ssd_budget
+    def memory_adds_up(self):
+        for user in self.users:
+            manager = user.manager
+            held = sum(len(opened.lease.path) for opened in user.leases)
+            slots = manager._dram.slots
+            assert audit_memory(manager._tree, manager._pool, slots, held) == []
+            assert len(slots) <= user.plan.slots
+            writes, room = manager._writes, manager._room
+            for node in [*writes._unsaved, *writes._saved, *manager._dram.fetched]:
+                assert node.host is Host.READY
+            writing = {n for n in manager._tree.nodes() if n.disk is Disk.WRITING}
+            assert set(writes._writing.values()) == writing
+            assert room._coming == len(writing) * FILE_BYTES
+            assert room._leaving == sum(size for size, _ in room._deleting.values())
+            readings = manager._reads._readings.values()
+            filling = {n for n in manager._tree.nodes() if n.host is Host.FILLING}
+            assert {reading.node for reading in readings} <= filling
 
     @invariant()
-    def without_leases_nothing_is_pinned(self):
-        if self.manager is not None and not self.open:
-            nodes = list(self.manager._tree.nodes())
-            assert all(node.pins == 0 for node in nodes)
-            assert all(node.host is not Host.FILLING for node in nodes)
+    def every_copy_hangs_below_its_namespace(self):
+        roots = {namespace.root for namespace in NAMESPACES}
+        for user in self.users:
+            for node in user.manager._tree.nodes():
+                while node.parent is not None:
+                    node = node.parent
+                assert node.key in roots
+
+    @invariant()
+    def what_is_lent_stays_as_it_is(self):
+        for user in self.users:
+            for opened in user.leases:
+                lease = opened.lease
+                for index, slot in lease.sources.items():
+                    key = lease.keys[index]
+                    self.must_be_right(user, key, bytes(slot.view), opened.epoch)
+
+    @invariant()
+    def nothing_doomed_stays(self):
+        for user in self.users:
+            if user.is_quiet:
+                assert not user.manager._forgetting._doomed
+                self.nothing_is_left(user)
+
+    @invariant()
+    def budgets_hold_in_real_bytes(self):
+        stores = [user.store for user in self.users if user.store is not None]
+        with self.calm():
+            for store in stores:
+                contents = store.contents()
+                names = {key.hex() for key in contents.stored}
+                files = {path.stem: path.stat().st_size for path in self.chunk_files()}
+                real = sum(size for name, size in files.items() if name in names)
+                # Files that were cut short are smaller than what is counted.
+                assert real <= store.used_bytes() <= self.limit
+                assert self.unlink_failed or sum(files.values()) <= self.limit
+                for tenant, used in contents.totals().items():
+                    assert used <= (self.quotas[tenant] or 10**9)
+
+    @invariant()
+    def what_is_on_disk_may_be_there(self):
+        """Right bytes under right names, and none of a document that was forgotten."""
+        stores = [user.store for user in self.users if user.store is not None]
+        if stores:
+            with self.calm():
+                self.right_files_under_right_names(stores[0])
+
+    def right_files_under_right_names(self, store: ChunkStore) -> None:
+        records = store.records()
+        found = {line.split()[1].rstrip(":") for line in store.audit(fix=False)}
+        damaged = set()
+        for path in self.chunk_files():
+            key = chunk_key(path.name)
+            assert key is not None, f"{path.name} was left"
+            raw = path.read_bytes()
+            data = raw[FORMATS[0].header_nbytes :]
+            meant, epoch = self.meaning.get(data, (None, 0))
+            if key not in records:
+                assert self.unlink_failed, f"{path.name} belongs to nobody"
+                damaged.add(path.name)
+                continue
+            if meant != key or raw != self.file(key, data):
+                damaged.add(path.name[:12])
+                continue
+            assert epoch >= self.last_forgotten(key, self.forgotten)
+        names = {path.stem for path in self.chunk_files()}
+        damaged |= {key.hex()[:12] for key in records if key.hex() not in names}
+        assert found == damaged
+
+    def file(self, key: ChunkKey, data: bytes) -> bytes:
+        number, chunks = self.paths[key]
+        tokens = prompt(*chunks)
+        keys = chunk_keys(NAMESPACES[number], tokens, LAYOUT.chunk_tokens)
+        parent = keys[-2] if len(keys) > 1 else NAMESPACES[number].root
+        chunk = ChunkId(key, parent, tokens[-LAYOUT.chunk_tokens :])
+        fmt = FORMATS[number]
+        return fmt.header(chunk, fmt.checksums(data)) + data
 
 
-def test_machine(kit):
+def test_machine():
     run_state_machine_as_test(
-        lambda: TierMachine(kit),
-        settings=settings(max_examples=60, stateful_step_count=30, deadline=None),
+        TierMachine,
+        settings=settings(max_examples=80, stateful_step_count=40, deadline=None),
     )
