@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 from pathlib import Path
 
@@ -129,3 +130,27 @@ def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
 
 def test_this_machine_has_some() -> None:
     assert memory.available_bytes() > 2**20
+
+
+# --- the collector ---
+
+
+def test_the_collector_is_paused_and_put_back() -> None:
+    assert gc.isenabled()
+    paused = memory.collector_paused()
+    with paused:
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), memory.collector_paused():
+        _ = 1 / 0
+    assert gc.isenabled()
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with memory.collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -19,6 +19,7 @@ from pcr_core.cost import PrefillTimes
 from pcr_core.index.chunk import ChunkKey, ChunkLayout, Namespace, chunk_keys
 from pcr_core.index.look_ahead import window_size
 from pcr_core.index.node import Disk, Event, Host, Node
+from pcr_core.memory import collector_paused
 from pcr_core.stats import CacheStats, Decisions, StoreCounters
 from pcr_core.tiers.assembly import Shared, assemble
 from pcr_core.tiers.audit import CheckReport, audit_memory
@@ -112,7 +113,8 @@ class TierManager:
         self._loading = parts.loading
         self._prefetcher = parts.prefetcher
         self._forgetting = parts.forgetting
-        self._catalogue.resync()
+        with collector_paused():
+            self._catalogue.resync()
 
     @classmethod
     def open(
