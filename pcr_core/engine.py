@@ -234,6 +234,7 @@ class Engine:
         Raises:
             RequestError: As for ``submit``.
         """
+        self._check_process()
         request = self._request(prompt, tools, documents)
         lookup = self._on_engine_thread(lambda: self._loop.lookup(request))
         return explain(lookup, self._decode)

@@ -165,7 +165,11 @@ class Ledger:
                 request.remembered = False
 
         def holds(prompt: PastPrompt) -> bool:
-            return any(removed.names(span.digest) for span in prompt.spans) or any(
+            if any(removed.names(span.digest) for span in prompt.spans):
+                return True
+            # Keys are computed anew, some 100 ns a token: not for nothing.
+            known = removed.heads is None or removed.heads
+            return bool(known) and any(
                 map(removed.covers, self._tiers.keys_of(prompt.tokens))
             )
 

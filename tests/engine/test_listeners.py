@@ -51,12 +51,15 @@ def test_a_listener_may_ask_the_engine(make_engine: Any) -> None:
     def ask() -> None:
         if completion.done:
             seen.extend([engine.stats().finished, engine.flush(), engine.check().ok])
+            seen.append(engine.explain(PROMPT).hit_tokens)
+            engine.prefetch(PROMPT)
+            seen.append(engine.forget("nothing").keys)
             done.set()
 
     completion.subscribe(ask)
     completion.result(60)
     assert done.wait(60)
-    assert seen[1:] == [True, True]
+    assert seen[1:] == [True, True, 64, ()]
 
 
 def test_a_listener_may_close_while_another_thread_closes(make_engine: Any) -> None:
