@@ -208,7 +208,7 @@ class Engine:
         first. Returns at once.
 
         Raises:
-            RequestError: As for ``submit``.
+            RequestError: As for ``submit``; ``PromptTooLongError`` is one.
             EngineClosedError: If the engine is closed, or after ``fork``.
         """
         self._check_process()
@@ -232,7 +232,7 @@ class Engine:
             documents: Documents in it to report on one by one.
 
         Raises:
-            RequestError: As for ``submit``.
+            RequestError: As for ``submit``; ``PromptTooLongError`` is one.
         """
         self._check_process()
         request = self._request(prompt, tools, documents)

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from pcr_core import Document, Engine, EngineClosedError, Explanation, RequestError
+from pcr_core import (
+    Document,
+    Engine,
+    EngineClosedError,
+    Explanation,
+    PromptTooLongError,
+    RequestError,
+)
 from pcr_core.explain.explanation import Part
 from tests.engine.kit import (
     GREEDY,
@@ -376,8 +383,10 @@ def test_documents_that_are_not_there(engine: Engine) -> None:
 
 
 def test_a_prompt_longer_than_the_window(engine: Engine) -> None:
-    """It could not be run, but why not explain it."""
-    assert engine.explain("x" * 3000).prompt.tokens == 3001
+    """What cannot be run is refused by all that take a prompt, in the same words."""
+    for take in (engine.submit, engine.explain, engine.prefetch):
+        with pytest.raises(PromptTooLongError, match="3001 tokens"):
+            take("x" * 3000)
 
 
 def test_a_closed_engine(make_engine: Any) -> None:
