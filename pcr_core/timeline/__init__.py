@@ -1,0 +1,5 @@
+"""Where the time of one request went: intervals, their arithmetic and pictures."""
+
+from pcr_core.timeline.interval import Interval, Lane
+
+__all__ = ["Interval", "Lane"]
