@@ -107,6 +107,13 @@ class EngineConfig(BaseModel):
             rounding. ``None``: exact wherever the start-up probe finds it nearly free.
         device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         dtype: ``"auto"`` takes what the checkpoint was saved in.
+        overlap: Which copies of KV run beside the model's compute: ``"up"`` loads into
+            the device, ``"down"`` offloads from it, ``"both"``, ``"none"``. ``"auto"``
+            tries them at the first start and takes the fastest.
+        resident_rows: How many finished requests keep their KV where the model
+            computes, beside the other tiers, until another request needs the memory:
+            one that begins with the same tokens goes on from there without a copy.
+            0 turns that tier off.
         threads: Intra-op threads of torch; ``None`` leaves torch's own setting.
         max_queue: Requests that may wait before ``submit`` raises ``QueueFullError``.
         eviction: ``"lookahead-lru"``: least recently used first, but what waiting
@@ -145,6 +152,8 @@ class EngineConfig(BaseModel):
     exact: bool | None = None
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    overlap: Literal["auto", "none", "up", "down", "both"] = "auto"
+    resident_rows: Integer = Field(default=2, ge=0, le=64)
     threads: Integer | None = Field(default=None, ge=1)
     max_queue: Integer = Field(default=1024, ge=1)
     eviction: Literal["lookahead-lru", "lru", "pgdsf", "adaptive"] = "lookahead-lru"

@@ -87,6 +87,7 @@ class Engine:
         self._loaded = service.parts.loaded
         self._runner = service.parts.runner
         self._namespace = service.parts.namespace
+        self._overlap = service.parts.overlap
         self._loop = service.parts.loop
         self._end = partial(_end, self._door, self._thread, self._pid)
         atexit.register(self._end)
@@ -447,6 +448,9 @@ class Engine:
             prefill_cuts=self._runner.cuts.name,
             exact=self._runner.cuts.exact,
             namespace=self._namespace.name,
+            overlap=self._overlap.mode,
+            overlap_ratios=dict(self._overlap.ratios),
+            copying=self._overlap.copying,
             finished=loop.finished,
             cancelled=loop.cancelled,
             failed=loop.failed,

@@ -14,8 +14,9 @@ from pcr_core.documents import ForgetReceipt
 from pcr_core.errors import CancelledError, EngineClosedError, ModelError, PcrError
 from pcr_core.explain.lookup import Lookup
 from pcr_core.ledger import Ledger, Removal
+from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.generation import Generation
-from pcr_core.model.runner import ChunkIO, Runner
+from pcr_core.model.runner import Runner
 from pcr_core.request import Request
 from pcr_core.scheduler import Scheduler
 from pcr_core.tiers import Lease, TierManager

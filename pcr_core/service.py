@@ -25,6 +25,7 @@ from pcr_core.index.chunk import ChunkLayout, Namespace, tenant_digest
 from pcr_core.loop import EngineLoop
 from pcr_core.memory import available_bytes
 from pcr_core.model.loading import LoadedModel, load
+from pcr_core.model.overlap import OverlapChoice
 from pcr_core.model.runner import Runner
 from pcr_core.model.sampling import end_token_ids
 from pcr_core.model.setup import model_prepared
@@ -140,6 +141,7 @@ class Parts:
     loaded: LoadedModel
     runner: Runner
     namespace: Namespace
+    overlap: OverlapChoice
     loop: EngineLoop
 
 
@@ -170,7 +172,8 @@ def build(
     if config.ssd_bytes:
         prepare_folder(store)  # a folder that will not do is known before the wait
     loaded = load(config, model, tokenizer)
-    runner, namespace = lifetimes.enter_context(model_prepared(loaded, config))
+    prepared = lifetimes.enter_context(model_prepared(loaded, config))
+    runner, namespace = prepared.runner, prepared.namespace
     layout = ChunkLayout(
         loaded.shapes,
         config.chunk_tokens,
@@ -192,7 +195,7 @@ def build(
     ends = end_token_ids(loaded.model, loaded.tokenizer)
     record = recorder(config, layout, lifetimes)
     loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record)
-    return Parts(loaded, runner, namespace, loop)
+    return Parts(loaded, runner, namespace, prepared.overlap, loop)
 
 
 def tier_settings(config: EngineConfig, longest_forward: int | None) -> TierSettings:

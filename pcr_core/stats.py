@@ -274,6 +274,13 @@ class EngineStats:
             the ``exact`` setting decide.
         exact: Whether reuse is promised to change no bit of a result.
         namespace: Short name of the KV namespace.
+        overlap: Which copies of KV run beside compute: ``"none"``, ``"up"``,
+            ``"down"`` or ``"both"``.
+        overlap_ratios: What the start-up probe measured for each mode: time of a hit
+            relative to ``"none"``. Empty if the mode was set, or copies cost too
+            little for any mode to matter.
+        copying: Share of a hit's time that copies took without overlap, as the probe
+            measured; 0.0 if it did not.
         finished, cancelled, failed: Requests that ended so.
         working_bytes: KV memory of running requests, beside the DRAM tier.
         decisions: What steers the tiers now.
@@ -288,6 +295,9 @@ class EngineStats:
     prefill_cuts: str
     exact: bool
     namespace: str
+    overlap: str
+    overlap_ratios: dict[str, float]
+    copying: float
     finished: int
     cancelled: int
     failed: int
@@ -310,6 +320,7 @@ class EngineStats:
                 "prefill",
                 f"{exact}, chunks of {self.chunk_tokens} tokens",
             ),
+            ("overlap", self._overlap_text()),
             (
                 "finished",
                 f"{self.finished} ({self.cancelled} cancelled, {self.failed} failed)",
@@ -317,3 +328,11 @@ class EngineStats:
             *self.decisions.rows(),
             *self.cache.rows(),
         ]
+
+    def _overlap_text(self) -> str:
+        ratios = ", ".join(f"{k} {v:.2f}" for k, v in self.overlap_ratios.items())
+        if ratios:
+            return f"{self.overlap} (measured, times none: {ratios})"
+        if self.copying:
+            return f"{self.overlap} (copies take {self.copying:.1%} of a hit)"
+        return self.overlap

@@ -30,10 +30,11 @@ from examples.benchmarks.common import (
 )
 from examples.benchmarks.plain import Plain
 from pcr_core import EngineConfig
+from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.fingerprint import kv_bytes
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.prefill_plan import Cuts, grid, shape_independent
-from pcr_core.model.runner import ChunkIO, Runner
+from pcr_core.model.runner import Runner
 from pcr_core.model.setup import model_prepared
 
 SIZES = (16, 32, 64, 128, 256, 512)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from pcr_core.model.runner import ChunkIO, Forward, Row, Runner
+from pcr_core.model.chunk_io import ChunkIO
+from pcr_core.model.runner import Forward, Row, Runner
 from pcr_core.model.sampling import Sampler
 from pcr_core.model.text import TextStream
 from pcr_core.request import FinishReason, Request, Result, Timing, Usage
@@ -29,7 +30,9 @@ class Generation:
         self._sampler = Sampler(params, request.tokens, end_ids)
         self._text = TextStream(tokenizer, params.stop)
         self._end_ids = {*end_ids, *params.stop_token_ids}
-        self._row: Row = runner.open_row(len(request.tokens) + params.max_tokens)
+        self._row: Row = runner.open_row(
+            len(request.tokens) + params.max_tokens, request.tokens
+        )
         self._tokens: list[int] = []
         self._pieces: list[str] = []
         self._started = time.perf_counter()
@@ -55,9 +58,10 @@ class Generation:
         began = time.perf_counter()
         prefilled = self._runner.prefill(self._row, self.request.tokens, io)
         self._loaded = began + prefilled.waited  # as if all waiting had come first
-        cached: dict[str, int] = {}
+        cached = {"device": prefilled.resident} if prefilled.resident else {}
         for index, tier in tiers.items():
-            cached[tier] = cached.get(tier, 0) + prefilled.reused(index)
+            if index * prefilled.chunk_tokens >= prefilled.resident:
+                cached[tier] = cached.get(tier, 0) + prefilled.reused(index)
         self._usage = Usage(len(self.request.tokens), 0, cached)
         self._accept(prefilled.logits)
         self._first = time.perf_counter()
@@ -90,7 +94,9 @@ class Generation:
         )
 
     def close(self) -> None:
-        """Give the row back."""
+        """Give the row back; others may go on from it, if all went well."""
+        if not (self.finished and self.request.remembered):
+            self._row.tokens = []
         self._runner.close_row(self._row)
 
     def _accept(self, logits: torch.Tensor) -> None:

@@ -7,11 +7,15 @@ The cut is made one forward at a time, because reads end while the forwards run.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 ROW_UNIT = 16
 """Forwards start, and rows are padded, at multiples of this."""
+
+
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ def next_segment(
     sources: Container[int],
     pending: Container[int],
     cuts: Cuts,
+    heads: Mapping[int, int] = _NONE,
 ) -> Segment:
     """The next forward of a prefill whose first ``position`` tokens are in place.
 
@@ -124,11 +129,14 @@ def next_segment(
         pending: Indices of chunks whose reads are under way, ``front_chunk`` not
             among them.
         cuts: Where forwards may start and how long they may be.
+        heads: How many leading tokens of a chunk that is not stored can be loaded all
+            the same; they end where a forward may start.
     """
     front = front_chunk(position, chunk_tokens, sources)
     loads = range(position // chunk_tokens, front)
     last = (tokens - 1) // cuts.align * cuts.align
-    start = min(front * chunk_tokens, last) if loads else position
+    reached = front * chunk_tokens + heads.get(front, 0)
+    start = min(reached, last) if reached > position else position
     stop = tokens
     if cuts.step is not None:
         stop = min(stop, (start // cuts.step + 1) * cuts.step)
@@ -136,5 +144,5 @@ def next_segment(
         if index in sources or index in pending:
             stop = index * chunk_tokens
             break
-    stores = range(-(-start // chunk_tokens), stop // chunk_tokens)
+    stores = range(front, stop // chunk_tokens)
     return Segment(tuple(loads), start, stop, tuple(stores))

@@ -22,6 +22,7 @@ import torch
 
 from pcr_core.model import onednn
 from pcr_core.model.attention import KEY_BLOCK, AttentionPlan
+from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.fingerprint import kv_bytes, kv_digest
 from pcr_core.model.linear import (
     LayerPlan,
@@ -32,7 +33,7 @@ from pcr_core.model.linear import (
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.prefill_plan import ROW_UNIT, shape_independent
 from pcr_core.model.row_tiles import RowTiles
-from pcr_core.model.runner import ChunkIO, Row, Runner
+from pcr_core.model.runner import Row, Runner
 
 _log = logging.getLogger("pcr_core.model")
 _IDENTITY_TOKENS = 48

@@ -1,27 +1,23 @@
 """The forward passes of one row: prefill over stored chunks, then decode.
 
-Knows nothing about tiers: chunks to read and chunks to fill come as ``ChunkTensors``.
+Knows nothing about tiers: chunks to read and chunks to fill come in a ``ChunkIO``.
 Engine thread only.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pcr_core.errors import ModelError
+from pcr_core.errors import ChunkLostError, ModelError
 from pcr_core.model import _compat
 from pcr_core.model.attention import KEY_BLOCK, round_up
-from pcr_core.model.layerwise_cache import (
-    ChunkTensors,
-    LayerwiseCache,
-    RowBuffer,
-    in_runs,
-)
+from pcr_core.model.chunk_io import ChunkIO
+from pcr_core.model.layerwise_cache import LayerwiseCache
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.prefill_plan import (
     Cuts,
@@ -31,40 +27,13 @@ from pcr_core.model.prefill_plan import (
     next_segment,
     usable_chunks,
 )
+from pcr_core.model.row_buffer import RowBuffer
+from pcr_core.model.rows import RowPool
+from pcr_core.model.streams import Streams, inline_streams
+from pcr_core.model.transfers import Copied, LayerClock, in_runs
+from pcr_core.timeline.interval import Interval
 
 _READY_BYTES = 48 * 2**20
-
-
-def _nothing_pending(index: int) -> None:
-    raise ValueError(f"chunk {index} is pending, but nobody said how to settle it")
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkIO:
-    """The chunks of one prefill, by index within the prompt.
-
-    The callbacks may change the three collections, all of which are looked at again
-    before each forward: a pending chunk may become a source, a sink, or neither, and
-    it may do so at any time; a source stays one. A chunk that is in none of them is
-    computed and not kept.
-
-    Attributes:
-        sources: Complete chunks to read.
-        sinks: Chunks to fill where they are computed whole.
-        filled: Called with the index of each sink once its bytes are complete.
-        between: Called before each forward; may raise to stop the prefill.
-        pending: Chunks whose reads are under way; nothing past one is computed.
-        settle: Called with the index of a pending chunk when all before it is in
-            place; when it returns, the chunk is pending no more. May raise to stop
-            the prefill.
-    """
-
-    sources: Mapping[int, ChunkTensors]
-    sinks: Mapping[int, ChunkTensors]
-    filled: Callable[[int], None]
-    between: Callable[[], None]
-    pending: Collection[int] = ()
-    settle: Callable[[int], None] = _nothing_pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +43,20 @@ class Forward:
     Attributes:
         start, stop: Range of tokens it computed; ``start`` tokens were in place.
         seconds: How long it took, copies in and out included, waits for reads not.
+        copied: What was copied meanwhile.
+        clock: When compute worked on which layer.
     """
 
     start: int
     stop: int
     seconds: float
+    copied: Copied
+    clock: LayerClock
+
+    def intervals(self) -> list[Interval]:
+        """Where its time went, in seconds of ``time.perf_counter``."""
+        computed = self.clock.intervals(self.stop - self.start)
+        return [*self.copied.intervals(), *computed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +66,15 @@ class Prefilled:
     Attributes:
         logits: Of the last token, ``[1, vocabulary]``.
         forwards: What went through the model, in order.
-        waited: Seconds spent settling pending chunks.
+        waited: Seconds spent waiting for reads.
+        resident: Leading tokens whose KV was in the row already.
         chunk_tokens: Tokens per chunk.
     """
 
     logits: torch.Tensor
     forwards: tuple[Forward, ...]
     waited: float
+    resident: int
     chunk_tokens: int
 
     @property
@@ -111,10 +91,18 @@ class Prefilled:
 
 
 class Row:
-    """One request's place in the model: its KV and how far it has come."""
+    """One request's place in the model: its KV and how far it has come.
 
-    def __init__(self, cache: LayerwiseCache) -> None:
+    Attributes:
+        cache: Its KV.
+        resident: Leading tokens of its prompt whose KV it was opened with.
+        tokens: Tokens whose KV it holds and a later request may go on from.
+    """
+
+    def __init__(self, cache: LayerwiseCache, resident: int) -> None:
         self.cache = cache
+        self.resident = resident
+        self.tokens: list[int] = []
 
     @property
     def length(self) -> int:
@@ -123,24 +111,42 @@ class Row:
 
 
 class Runner:
-    """Runs one loaded model. One row at a time."""
+    """Runs one loaded model. One row at a time.
 
-    def __init__(self, loaded: LoadedModel, chunk_tokens: int, cuts: Cuts) -> None:
+    Args:
+        loaded: The model.
+        chunk_tokens: Tokens per chunk.
+        cuts: Where prefills are cut.
+        streams: Where copies run; by default on the compute queue.
+        resident_rows: Finished rows that keep their KV.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        chunk_tokens: int,
+        cuts: Cuts,
+        streams: Streams | None = None,
+        resident_rows: int = 0,
+    ) -> None:
         self._model = loaded.model
         self._device = loaded.device
         self._chunk_tokens = chunk_tokens
         self.cuts = cuts
+        self.streams = streams or inline_streams(loaded.device)
         self._shapes = loaded.shapes
         self._itemsize = loaded.dtype.itemsize
         self._window = loaded.context_window
-        self._buffer = RowBuffer(loaded.shapes, loaded.dtype, loaded.device)
+        self._rows = RowPool(
+            lambda: RowBuffer(loaded.shapes, loaded.dtype, loaded.device), resident_rows
+        )
         self._cache_argument = _compat.cache_argument(loaded.model)
         self._partial_logits = _compat.takes_logits_to_keep(loaded.model)
 
     @property
     def buffer_bytes(self) -> int:
         """Working KV memory, in bytes."""
-        return self._buffer.nbytes
+        return self._rows.nbytes
 
     def usable_chunks(self, tokens: int) -> int:
         """How many leading chunks of a prompt of ``tokens`` tokens may be read."""
@@ -151,29 +157,59 @@ class Runner:
         return must_compute(tokens, self._chunk_tokens, self.cuts)
 
     def make_ready(self) -> None:
-        """Allocate and touch a buffer, so that the first request need not.
+        """Allocate and touch rows, so that the first requests need not.
 
-        As long as the context window, but at most ``_READY_BYTES``.
+        Each as long as the context window, but at most ``_READY_BYTES``.
         """
         per_token = sum(
             shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in self._shapes
         )
         affordable = _READY_BYTES // (per_token * self._itemsize)
-        self._buffer.reserve(min(self._window, affordable))
-        self._buffer.clear(self._buffer.capacity)
+        rows = [
+            self.open_row(min(self._window, affordable))
+            for _ in range(max(1, self._rows.most))
+        ]
+        for row in rows:
+            row.cache.buffer.clear(row.cache.buffer.capacity)
+            self.close_row(row)
 
     def close(self) -> None:
         """Give the working memory back."""
-        self._buffer.release()
+        self._rows.close()
 
-    def open_row(self, tokens: int) -> Row:
-        """A row with room for ``tokens`` tokens (padding is added here)."""
-        self._buffer.reserve(round_up(tokens, max(self.cuts.pad, KEY_BLOCK)))
-        return Row(LayerwiseCache(self._buffer, self._chunk_tokens))
+    def resident(self, prompt: Sequence[int]) -> int:
+        """Leading tokens of a prompt with which a row could be opened now. Pure."""
+        return self._usable_tokens(self._rows.common(prompt), prompt)
+
+    def open_row(self, tokens: int, prompt: Sequence[int] = ()) -> Row:
+        """A row with room for ``tokens`` tokens (padding is added here).
+
+        Args:
+            tokens: Prompt and output together.
+            prompt: Whose KV is taken over, as far as a row at rest holds it.
+        """
+        buffer, common = self._rows.take(prompt)
+        resident = self._usable_tokens(common, prompt)
+        room = round_up(tokens, max(self.cuts.pad, KEY_BLOCK))
+        try:
+            buffer.reserve(room, keep=resident)
+        except BaseException:
+            self._rows.give_back(buffer, (), 0)
+            raise
+        return Row(LayerwiseCache(buffer, self.streams), resident)
 
     def close_row(self, row: Row) -> None:
-        """Give the row's memory back, cleared."""
-        self._buffer.clear(row.cache.reach)
+        """Give the row back; ``row.tokens`` says what others may go on from."""
+        self._rows.give_back(row.cache.buffer, row.tokens, row.cache.reach)
+
+    def forget(self) -> None:
+        """Have no later request go on from any row that there is now."""
+        self._rows.forget()
+
+    def _usable_tokens(self, common: int, prompt: Sequence[int]) -> int:
+        """Of so many tokens in place, those that need not be computed again."""
+        last = max(0, len(prompt) - 1)
+        return min(common, last) // self.cuts.align * self.cuts.align
 
     def prefill(self, row: Row, tokens: Sequence[int], io: ChunkIO) -> Prefilled:
         """KV for all ``tokens`` and the logits of the last.
@@ -181,24 +217,37 @@ class Runner:
         Raises:
             ModelError: If the forward pass fails.
         """
-        total, chunk, position, waited = len(tokens), self._chunk_tokens, 0, 0.0
-        logits, forwards = torch.empty(0), list[Forward]()
-        while position < total:
+        position, waited = row.resident, 0.0
+        logits, forwards, filled = torch.empty(0), list[Forward](), set[int]()
+        resident = position
+        while position < len(tokens):
             io.between()
             waited += self._settle(position, io)
-            segment = next_segment(
-                position, total, chunk, io.sources, io.pending, self.cuts
-            )
-            logits, seconds = self._run_segment(row, tokens, segment, io)
-            forwards.append(Forward(segment.start, segment.stop, seconds))
+            if not forwards:
+                position = resident = self._aligned(position, io)
+            segment = self._next_segment(position, len(tokens), io)
+            stores = io.stores(segment.stop // self._chunk_tokens, filled)
+            try:
+                logits, forward = self._run_segment(row, tokens, segment, stores, io)
+            except ChunkLostError as lost:
+                io.lost(lost.index)
+                continue  # the same forward again, without that chunk
+            for index in stores:
+                io.filled(index)
+            filled.update(stores)
+            forwards.append(forward)
+            waited += forward.copied.waited
             position = segment.stop
-        return Prefilled(logits, tuple(forwards), waited, chunk)
+        row.tokens = list(tokens)
+        return Prefilled(logits, tuple(forwards), waited, resident, self._chunk_tokens)
 
     def decode(self, row: Row, token: int) -> torch.Tensor:
         """Append one token; returns its logits ``[1, vocabulary]``."""
         row.cache.begin(row.length)
         logits = self._forward(row, [token], row.length, 1)
         row.cache.end(1)
+        if not self.cuts.exact:  # a forward of one row may round differently
+            row.tokens.append(token)
         return logits
 
     def _settle(self, position: int, io: ChunkIO) -> float:
@@ -212,26 +261,49 @@ class Runner:
                 raise RuntimeError(f"settle({index}) left the chunk pending")
         return time.perf_counter() - began
 
+    def _aligned(self, position: int, io: ChunkIO) -> int:
+        """Go back to the start of a chunk that can be loaded whole."""
+        index = position // self._chunk_tokens
+        return index * self._chunk_tokens if index in io.sources else position
+
+    def _next_segment(self, position: int, total: int, io: ChunkIO) -> Segment:
+        heads = {index: head.tokens for index, head in io.heads.items()}
+        return next_segment(
+            position,
+            total,
+            self._chunk_tokens,
+            io.sources,
+            io.pending,
+            self.cuts,
+            heads,
+        )
+
     def _run_segment(
-        self, row: Row, tokens: Sequence[int], segment: Segment, io: ChunkIO
-    ) -> tuple[torch.Tensor, float]:
-        """Run one forward; returns the last token's logits and the seconds it took."""
+        self,
+        row: Row,
+        tokens: Sequence[int],
+        segment: Segment,
+        stores: Sequence[int],
+        io: ChunkIO,
+    ) -> tuple[torch.Tensor, Forward]:
+        """Run one forward; returns the last token's logits."""
         began = time.perf_counter()
-        stores = [index for index in segment.stores if index in io.sinks]
+        part = tokens[segment.start : segment.stop]
+        clock, done = LayerClock(self.streams.stopwatch), 0
         row.cache.begin(
             segment.start,
-            in_runs(io.sources, segment.loads, self._chunk_tokens),
+            io.loads(segment, self._chunk_tokens),
             in_runs(io.sinks, stores, self._chunk_tokens),
+            clock,
         )
-        part = tokens[segment.start : segment.stop]
-        logits = self.forward_range(row, part, segment.start)
-        row.cache.end(len(part))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the sinks' copies are asynchronous
-        seconds = time.perf_counter() - began
-        for index in stores:
-            io.filled(index)
-        return logits, seconds
+        try:
+            logits = self.forward_range(row, part, segment.start)
+            clock.end()
+            done = len(part)
+        finally:
+            copied = row.cache.end(done)
+        seconds = time.perf_counter() - began - copied.waited
+        return logits, Forward(segment.start, segment.stop, seconds, copied, clock)
 
     def forward_range(
         self, row: Row, tokens: Sequence[int], start: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from pcr_core.config import EngineConfig
@@ -19,20 +20,32 @@ from pcr_core.model.attention import (
 from pcr_core.model.fingerprint import model_fields
 from pcr_core.model.linear import plan_layers, row_tiles_installed
 from pcr_core.model.loading import LoadedModel
+from pcr_core.model.overlap import OverlapChoice, choose_overlap
 from pcr_core.model.prefill_plan import Cuts, free, grid, shape_independent
 from pcr_core.model.runner import Runner
+from pcr_core.model.streams import streams_opened
 
 _IN_USE = "_pcr_engine_in_use"
 
 
-@contextmanager
-def model_prepared(
-    loaded: LoadedModel, config: EngineConfig
-) -> Iterator[tuple[Runner, Namespace]]:
-    """Install attention and row tiles; restore the model when the block ends.
+@dataclass(frozen=True)
+class Prepared:
+    """A model ready to serve.
 
-    Yields:
-        The runner, and the namespace of the KV it computes.
+    Attributes:
+        runner: Runs it.
+        namespace: Of the KV it computes.
+        overlap: Which copies run beside it.
+    """
+
+    runner: Runner
+    namespace: Namespace
+    overlap: OverlapChoice
+
+
+@contextmanager
+def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepared]:
+    """Install attention and row tiles; restore the model when the block ends.
 
     Raises:
         ConfigError: If another engine has this model object.
@@ -54,9 +67,16 @@ def model_prepared(
         with (
             attention_installed(loaded.model, attention),
             row_tiles_installed(loaded.model, verdict.layers),
+            ExitStack() as lifetimes,
         ):
             cuts = choose_cuts(config, exact_is_free=verdict.shape_independent)
-            runner = Runner(loaded, config.chunk_tokens, cuts)
+            overlap = _overlap(loaded, config, cuts)
+            streams = lifetimes.enter_context(
+                streams_opened(loaded.device, overlap.mode)
+            )
+            runner = Runner(
+                loaded, config.chunk_tokens, cuts, streams, config.resident_rows
+            )
             fields += [
                 ("chunk", str(config.chunk_tokens).encode()),
                 ("cuts", cuts.name.encode()),
@@ -64,10 +84,17 @@ def model_prepared(
                 ("kv", probe.identity_digest(runner, loaded)),
             ]
             runner.make_ready()
-            yield runner, Namespace.of(fields)
+            yield Prepared(runner, Namespace.of(fields), overlap)
     finally:
         loaded.model.train(training)
         delattr(loaded.model, _IN_USE)
+
+
+def _overlap(loaded: LoadedModel, config: EngineConfig, cuts: Cuts) -> OverlapChoice:
+    if config.overlap != "auto":
+        return OverlapChoice(config.overlap)
+    folder = config.cache_path / "probes"
+    return choose_overlap(loaded, config.chunk_tokens, cuts, folder)
 
 
 def choose_cuts(config: EngineConfig, *, exact_is_free: bool) -> Cuts:

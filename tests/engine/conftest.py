@@ -53,6 +53,7 @@ def _maker(
             "chunk_tokens": CHUNK,
             "dram_bytes": "1MiB",
             "ssd_bytes": "4MiB",
+            "resident_rows": 0,
             **settings,
         }
         objects = {}

@@ -16,7 +16,7 @@ from pcr_core import (
     UnsupportedModelError,
 )
 from pcr_core.index.chunk import LayerShape
-from pcr_core.model.layerwise_cache import RowBuffer
+from pcr_core.model.row_buffer import RowBuffer
 
 FEW = SamplingParams(max_tokens=3)
 LONG = SamplingParams(max_tokens=400, min_tokens=400)

@@ -74,7 +74,8 @@ def bench(
         monkeypatch.setattr(
             setup, "choose_cuts", lambda config, **_: setup.grid(config.chunk_tokens)
         )
-    with model_prepared(loaded, config) as (runner, namespace):
+    with model_prepared(loaded, config) as prepared:
+        runner, namespace = prepared.runner, prepared.namespace
         assert runner.cuts.name == request.param
         layout = ChunkLayout(loaded.shapes, CHUNK, "F32", 4)
         tiers = TierManager.open(

@@ -22,8 +22,8 @@ from pcr_core.index.prefix_tree import Event, Host
 from pcr_core.loop import EngineLoop
 from pcr_core.model import generation as generation_module
 from pcr_core.model import probe, setup
+from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.loading import load
-from pcr_core.model.runner import ChunkIO
 from pcr_core.model.sampling import Sampler
 from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request, SamplingParams, Usage
@@ -67,9 +67,8 @@ class World:
     def __init__(self, model: Any, tokenizer: Any, config: EngineConfig) -> None:
         self._exit = ExitStack()
         self.loaded = load(config, model, tokenizer)
-        self.runner, self.namespace = self._exit.enter_context(
-            model_prepared(self.loaded, config)
-        )
+        prepared = self._exit.enter_context(model_prepared(self.loaded, config))
+        self.runner, self.namespace = prepared.runner, prepared.namespace
         self.chunk = config.chunk_tokens
         self.layout = ChunkLayout(
             self.loaded.shapes,
@@ -85,6 +84,7 @@ class World:
     def open(self, folder: Path, *, slots: int, files: int) -> None:
         """Open the tiers on ``folder``; what was open is closed first."""
         self.shut()
+        self.runner.forget()
         self.tiers = TierManager.open(
             self.layout,
             self.namespace,
@@ -196,12 +196,16 @@ def world(
     """``world(kind, dtype, chunk=16, cuts="shape-independent")``, built once each."""
     made: dict[tuple[Any, ...], World] = {}
 
-    def get(kind: str, dtype: str, *, chunk: int = 16, cuts: str = "") -> World:
+    def get(
+        kind: str, dtype: str, *, chunk: int = 16, cuts: str = "", rows: int = 0
+    ) -> World:
         cuts = cuts or "shape-independent"
-        name = (kind, dtype, chunk, cuts)
+        name = (kind, dtype, chunk, cuts, rows)
         if name not in made:
             model = make_tiny_model(kind).to(getattr(torch, dtype))
-            config = EngineConfig(cache_dir=probes, chunk_tokens=chunk, exact=True)
+            config = EngineConfig(
+                cache_dir=probes, chunk_tokens=chunk, exact=True, resident_rows=rows
+            )
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(setup, "_probe", _with_verdict(cuts))
                 patch.setattr(probe, "read_verdict", lambda path: None)

@@ -55,6 +55,7 @@ def test_cold_dram_and_ssd_say_the_same(
         dram_bytes="200MiB",
         ssd_bytes="200MiB",
         exact=True,
+        resident_rows=0,
     )
     with Engine(config) as engine:
         cold, dram = answers(engine), answers(engine)

@@ -199,8 +199,10 @@ def test_no_mask_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "mistral_sliding", "gemma3", "qwen2"])
 def test_whole_models_against_stock(make_tiny_model: Any, kind: str) -> None:
-    from pcr_core.model.layerwise_cache import LayerwiseCache, RowBuffer
+    from pcr_core.model.layerwise_cache import LayerwiseCache
     from pcr_core.model.loading import probe_shapes
+    from pcr_core.model.row_buffer import RowBuffer
+    from pcr_core.model.streams import inline_streams
 
     model = make_tiny_model(kind)
     ids = torch.arange(600)[None] % 250
@@ -212,7 +214,7 @@ def test_whole_models_against_stock(make_tiny_model: Any, kind: str) -> None:
         torch.inference_mode(),
         attention_installed(model, KvAttention(AttentionPlan())),
     ):
-        cache = LayerwiseCache(buffer, 16)
+        cache = LayerwiseCache(buffer, inline_streams(buffer.keys[0].device))
         cache.begin(0)
         from pcr_core.model import _compat
 

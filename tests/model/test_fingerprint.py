@@ -111,8 +111,8 @@ def test_a_configuration_that_computes_otherwise(
 
 def _namespace(model: Any, tokenizer: Any, folder: Any, **settings: Any) -> str:
     config = EngineConfig(cache_dir=folder, **settings)
-    with model_prepared(load(config, model, tokenizer), config) as (_, namespace):
-        return str(namespace.name)
+    with model_prepared(load(config, model, tokenizer), config) as ready:
+        return str(ready.namespace.name)
 
 
 def test_namespaces(make_tiny_model: Any, tiny_tokenizer: Any, tmp_path: Any) -> None:

@@ -9,11 +9,15 @@ import torch
 
 from pcr_core.index.chunk import ChunkLayout, LayerShape
 from pcr_core.model.attention import KEY_BLOCK
-from pcr_core.model.layerwise_cache import LayerwiseCache, RowBuffer, in_runs
+from pcr_core.model.layerwise_cache import LayerwiseCache
+from pcr_core.model.row_buffer import RowBuffer
+from pcr_core.model.streams import inline_streams
+from pcr_core.model.transfers import in_runs
 from pcr_core.tiers import HostPool
 
 SHAPES = (LayerShape(2, 4, 6), LayerShape(1, 8, 8))
 CHUNK = 4
+STREAMS = inline_streams(torch.device("cpu"))
 LAYOUT = ChunkLayout(SHAPES, CHUNK, "F32", 4)
 
 
@@ -21,6 +25,10 @@ def new_buffer(tokens: int = 64) -> RowBuffer:
     buffer = RowBuffer(SHAPES, torch.float32, torch.device("cpu"))
     buffer.reserve(tokens)
     return buffer
+
+
+def new_cache(tokens: int = 64) -> LayerwiseCache:
+    return LayerwiseCache(new_buffer(tokens), STREAMS)
 
 
 def states(layer: int, count: int, fill: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +64,7 @@ def slots(pool: HostPool, *order: int) -> dict[int, Any]:
 
 def test_chunks_own_their_memory(pool: HostPool) -> None:
     buffer, chunks = new_buffer(), slots(pool, 0, 1)
-    fill_chunks(LayerwiseCache(buffer, CHUNK), chunks, 10)
+    fill_chunks(LayerwiseCache(buffer, STREAMS), chunks, 10)
     before = [bytes(slot.view) for slot in chunks.values()]
     for tensor in (*buffer.keys, *buffer.values):
         tensor.fill_(float("nan"))
@@ -71,9 +79,9 @@ def test_what_is_stored_comes_back(pool: HostPool, order: tuple[int, ...]) -> No
     """Whatever the slots' order in memory; neighbours are copied as one run."""
     chunks = slots(pool, *order)
     first = new_buffer()
-    fill_chunks(LayerwiseCache(first, CHUNK), chunks, 12)
+    fill_chunks(LayerwiseCache(first, STREAMS), chunks, 12)
     second = new_buffer()
-    cache = LayerwiseCache(second, CHUNK)
+    cache = LayerwiseCache(second, STREAMS)
     cache.begin(12, loads=in_runs(chunks, [0, 1, 2], CHUNK))
     for layer in range(len(SHAPES)):
         new = states(layer, 3, 100.0)
@@ -105,7 +113,7 @@ def test_a_layer_does_only_its_own_copies(pool: HostPool) -> None:
     chunks[0].layer(0)[0].fill_(7.0)
     chunks[0].layer(1)[0].fill_(8.0)
     buffer = new_buffer()
-    cache = LayerwiseCache(buffer, CHUNK)
+    cache = LayerwiseCache(buffer, STREAMS)
     cache.begin(CHUNK, loads=in_runs(chunks, [0], CHUNK))
     assert cache.get_seq_length() == CHUNK, "known before the data is there"
     cache.layers[0].update(*states(0, 1, 0.0))
@@ -115,10 +123,9 @@ def test_a_layer_does_only_its_own_copies(pool: HostPool) -> None:
 
 def test_a_second_forward_copies_nothing_again(pool: HostPool) -> None:
     chunks = slots(pool, 0, 1)
-    cache = LayerwiseCache(new_buffer(), CHUNK)
+    cache = new_cache()
     fill_chunks(cache, chunks, 8)
     before = bytes(chunks[0].view)
-    assert (cache.loads, cache.stores) == ([], [])
     cache.begin(8)
     for layer in range(len(SHAPES)):
         cache.layers[layer].update(*states(layer, 2, 9.0))
@@ -126,7 +133,7 @@ def test_a_second_forward_copies_nothing_again(pool: HostPool) -> None:
 
 
 def test_mask_sizes_are_whole_key_blocks() -> None:
-    cache = LayerwiseCache(new_buffer(600), CHUNK)
+    cache = new_cache(600)
     layer = cache.layers[0]
     for length, query, keys in (
         (0, 1, 512),
@@ -157,7 +164,7 @@ def test_the_buffer_grows_in_whole_blocks_and_never_shrinks() -> None:
 
 def test_clearing_covers_all_that_was_written() -> None:
     buffer = new_buffer(600)
-    cache = LayerwiseCache(buffer, CHUNK)
+    cache = LayerwiseCache(buffer, STREAMS)
     cache.begin(520)
     bad = [tensor * float("nan") for tensor in states(0, 40, 1.0)]
     cache.layers[0].update(*bad)  # and the forward breaks: no end()

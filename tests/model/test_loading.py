@@ -182,6 +182,7 @@ def test_shapes_are_read_from_a_forward_and_reuse_is_exact(
         exact=True,
         dram_bytes="4MiB",
         ssd_bytes="8MiB",
+        resident_rows=0,
     )
     prompt = [token % 250 for token in range(100)]
     params = SamplingParams(max_tokens=4, logprobs=True)

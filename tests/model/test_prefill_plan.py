@@ -214,7 +214,8 @@ def planned_at_once(
         if start % chunk_tokens and first in stored:
             loads.append(first)
         for a, b in _steps(start, stop, cuts.step):
-            stores = range(-(-a // chunk_tokens), b // chunk_tokens)
+            ends = range(a // chunk_tokens, b // chunk_tokens)
+            stores = [i for i in ends if i not in stored]
             segments.append(Segment(tuple(loads), a, b, tuple(stores)))
             loads = []
     return segments

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pcr_core.config import EngineConfig
-from pcr_core.model import probe, setup
+from pcr_core.model import overlap, probe, setup
 from pcr_core.model.attention import AttentionPlan
 from pcr_core.model.linear import LayerPlan
 from pcr_core.model.loading import LoadedModel, load
@@ -130,12 +130,13 @@ def test_the_second_start_measures_nothing(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(cache_dir=tmp_path)
-    with model_prepared(loaded, config) as (_, first):
-        pass
+    with model_prepared(loaded, config) as prepared:
+        first = prepared.namespace
     monkeypatch.setattr(setup, "_probe", _must_not_run)
-    with model_prepared(loaded, config) as (_, second):
-        assert first == second
-    assert len(list((tmp_path / "probes").iterdir())) == 1
+    monkeypatch.setattr(overlap, "_measure", _must_not_run)
+    with model_prepared(loaded, config) as prepared:
+        assert first == prepared.namespace
+    assert len(list((tmp_path / "probes").iterdir())) == 2
 
 
 def _must_not_run(*_: Any) -> None:
@@ -181,8 +182,8 @@ def test_the_probe_fits_a_short_context(
     config = EngineConfig(cache_dir=tmp_path, chunk_tokens=16)
     loaded = load(config, model, tiny_tokenizer)
     assert loaded.context_window == 40
-    with model_prepared(loaded, config) as (runner, _):
-        assert runner.cuts.exact
+    with model_prepared(loaded, config) as prepared:
+        assert prepared.runner.cuts.exact
 
 
 @pytest.mark.parametrize(
