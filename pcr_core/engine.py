@@ -288,15 +288,7 @@ class Engine:
         Returns:
             False if ``timeout`` seconds passed first.
         """
-        tiers = self._loop.tiers
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for batch in self._on_engine_thread(tiers.unsaved):
-            self._on_engine_thread(partial(tiers.save, batch))
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not tiers.wait_for_writer(left):
-                return False
-        self._on_engine_thread(tiers.poll)
-        return True
+        return self._loop.tiers.flush(timeout, run=self._on_engine_thread)
 
     def check(self, *, fix: bool = False) -> CheckReport:
         """Audit memory, index and files. Reads the whole cache folder.
@@ -308,11 +300,7 @@ class Engine:
         Raises:
             StoreError: If the audit could not finish.
         """
-        tiers = self._loop.tiers
-        self.flush()
-        memory = self._on_engine_thread(tiers.check_memory)
-        store = tiers.check_store(fix=fix)  # reads every file: requests go on meanwhile
-        return self._on_engine_thread(partial(tiers.report, memory, store, fix=fix))
+        return self._loop.tiers.check(fix=fix, run=self._on_engine_thread)
 
     # --- what it is ---
 

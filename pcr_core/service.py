@@ -32,8 +32,8 @@ from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request
 from pcr_core.tiers import (
     WRITE_POLICIES,
-    TierManager,
     TierSettings,
+    open_tiers,
     prepare_folder,
     stop_policy,
 )
@@ -180,7 +180,7 @@ def build(
         loaded.safetensors_dtype,
         loaded.dtype.itemsize,
     )
-    tiers = TierManager.open(
+    tiers = open_tiers(
         layout,
         namespace,
         tier_settings(config, runner.cuts.step),

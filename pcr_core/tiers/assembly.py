@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict
 
 from pcr_core.cost import PrefillTimes
 from pcr_core.errors import ConfigError
@@ -11,6 +12,7 @@ from pcr_core.index.adaptive import Adaptive
 from pcr_core.index.look_ahead import LookAhead
 from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
+from pcr_core.tiers.accounts import Accounts
 from pcr_core.tiers.catalogue import Catalogue
 from pcr_core.tiers.dram import DramTier
 from pcr_core.tiers.eviction_log import EvictionLog
@@ -45,6 +47,7 @@ class Shared:
         log: Why chunks are gone.
         prefill: How long computing takes.
         poll: Takes in finished I/O.
+        clock: Nanoseconds, for recency that outlives the process.
         timer: Seconds, for how long anything takes.
     """
 
@@ -52,6 +55,7 @@ class Shared:
     log: EvictionLog
     prefill: PrefillTimes
     poll: Callable[[], None]
+    clock: Callable[[], int]
     timer: Callable[[], float]
 
 
@@ -70,6 +74,7 @@ class Parts:
     loading: Loading
     prefetcher: Prefetcher
     forgetting: Forgetting
+    accounts: Accounts
 
 
 def assemble(
@@ -91,31 +96,37 @@ def assemble(
     tree = PrefixTree(policy, settings.disk_policy(), remembered=_REMEMBERED)
     dram = DramTier(pool, tree, stats, log)
     catalogue = Catalogue(tree, store, fmt.namespace.root, trouble, log)
-    room = SsdRoom(
-        tree,
-        store,
-        io,
-        catalogue,
-        fmt.file_nbytes,
-        stats=stats,
-        trouble=trouble,
-        log=log,
-    )
-    writes = WriteBack(
-        tree,
-        dram,
-        room,
-        io,
-        fmt,
-        settings.write_policy,
-        stats=stats,
-        trouble=trouble,
-    )
+    size, notes = fmt.file_nbytes, _Notes(stats=stats, trouble=trouble)
+    room = SsdRoom(tree, store, io, catalogue, size, log=log, **notes)
+    writes = WriteBack(tree, dram, room, io, fmt, settings.write_policy, **notes)
     dram.save = writes.save_leaving
-    forgetting = Forgetting(
-        tree, dram, writes, store, io, stats=stats, trouble=trouble, log=log
-    )
+    forgetting = Forgetting(tree, dram, writes, store, io, log=log, **notes)
     reads = ReadIn(tree, dram, io, fmt, stats, trouble, room.lost)
+    limit = min(_IN_FLIGHT, pool.nbytes // 2) if settings.stop.ahead else 0
+    adaptive = policy if isinstance(policy, Adaptive) else None
+    tokens = fmt.layout.chunk_tokens
+    accounts = Accounts(tree, adaptive, stats, shared.prefill, tokens, shared.clock)
+    loading = _loading(dram, reads, forgetting, fmt, settings, shared)
+    prefetcher = _prefetcher(tree, reads, catalogue, fmt, limit, stats)
+    moving = (room, writes, reads, loading, prefetcher)
+    return Parts(fmt, tree, adaptive, dram, catalogue, *moving, forgetting, accounts)
+
+
+class _Notes(TypedDict):
+    """Where the parts write down what happens."""
+
+    stats: StoreCounters
+    trouble: TroubleLog
+
+
+def _loading(
+    dram: DramTier,
+    reads: ReadIn,
+    forgetting: Forgetting,
+    fmt: ChunkFormat,
+    settings: TierSettings,
+    shared: Shared,
+) -> Loading:
     planner = LoadPlanner(
         shared.prefill,
         reads.times,
@@ -123,38 +134,35 @@ def assemble(
         fmt.file_nbytes,
         settings.longest_forward,
     )
-    loading = Loading(
+    return Loading(
         dram,
         reads,
         fmt,
         settings.stop,
         planner,
         barred=forgetting.is_doomed,
-        stats=stats,
+        stats=shared.stats,
         poll=shared.poll,
         clock=shared.timer,
     )
-    prefetcher = Prefetcher(
+
+
+def _prefetcher(
+    tree: PrefixTree,
+    reads: ReadIn,
+    catalogue: Catalogue,
+    fmt: ChunkFormat,
+    limit: int,
+    stats: StoreCounters,
+) -> Prefetcher:
+    return Prefetcher(
         tree,
         LookAhead(tree),
         reads,
-        min(_IN_FLIGHT, pool.nbytes // 2) if settings.stop.ahead else 0,
+        limit,
         adopt=catalogue.adopt,
         identify=lambda want, index: fmt.chunk(want.keys, want.tokens, index),
         stats=stats,
-    )
-    return Parts(
-        format=fmt,
-        tree=tree,
-        adaptive=policy if isinstance(policy, Adaptive) else None,
-        dram=dram,
-        catalogue=catalogue,
-        room=room,
-        writes=writes,
-        reads=reads,
-        loading=loading,
-        prefetcher=prefetcher,
-        forgetting=forgetting,
     )
 
 

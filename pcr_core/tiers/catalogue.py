@@ -7,6 +7,7 @@ the index; what they remove is noticed when it is wanted. Engine thread only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.node import Disk, Event, Host, Node
@@ -15,6 +16,8 @@ from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.store.chunk_index import Record
 from pcr_core.tiers.store.no_store import Store
 from pcr_core.tiers.trouble import TroubleLog
+
+ChunkState = Literal["none", "dram", "ssd"]
 
 
 class Catalogue:
@@ -51,6 +54,14 @@ class Catalogue:
         self._root = ChunkKey(root)
         self._trouble = trouble
         self._log = log
+
+    def states(self, keys: Sequence[ChunkKey]) -> list[ChunkState]:
+        """Say where each chunk could be read from now. Pure: nothing is re-ranked."""
+        states = [_state(node) for node in self._tree.match(keys)]
+        unknown = {key: i for i, key in enumerate(keys) if states[i] == "none"}
+        for key in self.find(unknown):
+            states[unknown[key]] = "ssd"
+        return states
 
     def find(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Record]:
         """Look for chunks that anybody may have stored. Pure."""
@@ -113,6 +124,17 @@ class Catalogue:
         self._gone(node)
         return False
 
+    def tokens_below(self, parent: ChunkKey, other: ChunkKey) -> list[int]:
+        """Token ids of a stored chunk right behind ``parent`` that is not ``other``.
+
+        Looks at every node. Empty if there is none.
+        """
+        for node in self._tree.nodes():
+            above = node.parent.key if node.parent is not None else None
+            if above == parent and node.disk is Disk.STORED and node.key != other:
+                return self._store.tokens_of(node.key)
+        return []
+
     def _gone(self, node: Node) -> None:
         self._log.note(node.key, "ssd", "removed by another process", by="")
         self._tree.advance_disk(node, Event.REMOVE)
@@ -124,6 +146,14 @@ class Catalogue:
 
     def _is_hidden(self, key: ChunkKey) -> bool:
         return key in self.leaving or key in self.unreadable
+
+
+def _state(node: Node | None) -> ChunkState:
+    if node is None:
+        return "none"
+    if node.host is Host.READY:
+        return "dram"
+    return "ssd" if node.disk is Disk.STORED else "none"
 
 
 def _is_held(node: Node) -> bool:

@@ -22,7 +22,7 @@ from pcr_core.model import probe, setup
 from pcr_core.model.loading import load
 from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request
-from pcr_core.tiers import TierManager
+from pcr_core.tiers import open_tiers
 
 CHUNK = 16
 PROMPT = [number % 250 for number in range(CHUNK * 6 + 5)]
@@ -78,7 +78,7 @@ def bench(
         runner, namespace = prepared.runner, prepared.namespace
         assert runner.cuts.name == request.param
         layout = ChunkLayout(loaded.shapes, CHUNK, "F32", 4)
-        tiers = TierManager.open(
+        tiers = open_tiers(
             layout,
             namespace,
             dram_bytes=16 * layout.nbytes,

@@ -135,12 +135,12 @@ def test_second_touch_writes_what_comes_back(make_engine: Any) -> None:
     once, twice = fresh(100), fresh(100)
     ask(engine, once)
     ask(engine, twice)
-    assert engine._loop.tiers.wait_for_writer(60)
+    assert engine._loop.tiers._io.flush(60)
     assert engine.stats().cache.written == 0
     ask(engine, twice)
     until(lambda: engine.stats().cache.written == 3, "writing")
     ask(engine, twice)
-    assert engine._loop.tiers.wait_for_writer(60)
+    assert engine._loop.tiers._io.flush(60)
     assert engine.stats().cache.written == 3
 
 
@@ -174,7 +174,7 @@ def test_on_evict_writes_what_leaves_and_the_rest_at_the_end(make_engine: Any) -
     engine = make_engine(**settings)
     prompts = [fresh(100) for _ in range(15)]
     results = [answer(ask(engine, prompt)) for prompt in prompts[:3]]
-    assert engine._loop.tiers.wait_for_writer(60)
+    assert engine._loop.tiers._io.flush(60)
     assert engine.stats().cache.written == 0, "there is room yet"
     results += [answer(ask(engine, prompt)) for prompt in prompts[3:]]
     until(lambda: engine.stats().cache.written > 0, "writing")

@@ -27,7 +27,7 @@ from pcr_core.model.loading import load
 from pcr_core.model.sampling import Sampler
 from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request, SamplingParams, Usage
-from pcr_core.tiers import TierManager
+from pcr_core.tiers import TierManager, open_tiers
 from pcr_core.tiers.store.chunk_file import ChunkFormat, chunk_path
 
 STEPS = 3
@@ -85,7 +85,7 @@ class World:
         """Open the tiers on ``folder``; what was open is closed first."""
         self.shut()
         self.runner.forget()
-        self.tiers = TierManager.open(
+        self.tiers = open_tiers(
             self.layout,
             self.namespace,
             dram_bytes=slots * self.layout.nbytes,

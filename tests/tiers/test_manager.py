@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from pcr_core.errors import ConfigError
-from pcr_core.tiers import HostPool, InlineIo, TierManager
+from pcr_core.tiers import HostPool, InlineIo, TierManager, open_tiers
 
 
 def test_second_request_reads_dram(kit):
@@ -292,7 +292,7 @@ def test_lease_refuses_arguments_that_do_not_fit(kit, usable):
 
 def test_ssd_budget_below_one_chunk_names_both_numbers(kit):
     with pytest.raises(ConfigError, match=rf"1 bytes .* {kit.file_nbytes}"):
-        TierManager.open(
+        open_tiers(
             kit.layout,
             kit.namespace,
             dram_bytes=kit.layout.nbytes,
@@ -304,7 +304,7 @@ def test_ssd_budget_below_one_chunk_names_both_numbers(kit):
 def test_open_builds_both_tiers_with_threads(kit):
     tokens = [*kit.prompt(1, 2, 3), 9]
     for expected in ({}, {0: "ssd", 1: "ssd", 2: "ssd"}):
-        manager = TierManager.open(
+        manager = open_tiers(
             kit.layout,
             kit.namespace,
             dram_bytes=16 * kit.layout.nbytes,

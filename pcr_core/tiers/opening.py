@@ -1,0 +1,69 @@
+"""Opens the tiers as an engine uses them: budgets in bytes, threads, a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pcr_core.index.chunk import ChunkLayout, Namespace
+from pcr_core.tiers.host_pool import HostPool
+from pcr_core.tiers.io_pool import InlineIo, IoPool
+from pcr_core.tiers.manager import TierManager
+from pcr_core.tiers.settings import TierSettings
+from pcr_core.tiers.store.chunk_store import ChunkStore
+from pcr_core.tiers.store.no_store import NoStore
+
+_SMALL_QUEUE_BYTES = 64 * 2**20
+
+
+def open_tiers(
+    layout: ChunkLayout,
+    namespace: Namespace,
+    settings: TierSettings | None = None,
+    *,
+    dram_bytes: int,
+    cache_dir: Path,
+    ssd_bytes: int,
+    pin_memory: bool = False,
+    on_progress: Callable[[], None] = lambda: None,
+) -> TierManager:
+    """Build both tiers with their threads; ``ssd_bytes=0`` leaves the SSD out.
+
+    At most half of DRAM, or 64 MiB if that is more, may be waiting to be written, so
+    that a slow disk cannot keep new chunks out.
+
+    Args:
+        layout: Shape of a chunk.
+        namespace: Whose chunks these are.
+        settings: Policies.
+        dram_bytes: Hard budget of the DRAM tier.
+        cache_dir: Folder of the store.
+        ssd_bytes: Hard budget of the SSD tier.
+        pin_memory: Page-lock the DRAM tier.
+        on_progress: Called on other threads when there is something to ``poll``.
+
+    Raises:
+        ConfigError: If a budget holds no chunk or the folder cannot be used.
+        StoreError: If the folder is another version's or its index is broken.
+    """
+    settings = settings or TierSettings()
+    pool = HostPool(layout, dram_bytes, pin_memory=pin_memory)
+    if ssd_bytes == 0:
+        nothing = NoStore()
+        return TierManager(
+            layout, namespace, pool, nothing, InlineIo(nothing), settings
+        )
+    store = ChunkStore(
+        cache_dir, ssd_bytes, tenant=settings.tenant, quota_bytes=settings.quota_bytes
+    )
+    io = IoPool(
+        store,
+        max_write_bytes=max(pool.nbytes // 2, _SMALL_QUEUE_BYTES),
+        on_progress=on_progress,
+    )
+    try:
+        return TierManager(layout, namespace, pool, store, io, settings)
+    except BaseException:
+        io.close()
+        store.close()
+        raise
