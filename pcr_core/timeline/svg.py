@@ -1,0 +1,137 @@
+"""The timeline as an inline SVG, for notebooks: nothing needs to be installed.
+
+Each box tells its name and its times when pointed at.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator
+
+from pcr_core.timeline.lanes import LANES
+from pcr_core.timeline.layout import FIRST_TOKEN, Box, Picture, milliseconds, ticks
+from pcr_core.timeline.palette import EXPOSED, layer_colour
+
+_WIDTH, _LEFT, _RIGHT = 960, 96, 944
+_TOP, _LANE = 40, 30
+_BOTTOM = _TOP + _LANE * len(LANES)
+_HEIGHT = _BOTTOM + 38
+_HAIRLINE = 0.5
+"""Pixels; a box is at least this wide, and two that share them are drawn as one."""
+
+
+def draw(picture: Picture) -> str:
+    """An ``<svg>`` element, 960 units wide, with a white ground."""
+    scale = _Scale(*picture.window)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'style="width:100%;max-width:{_WIDTH}px" font-family="sans-serif" '
+        'font-size="11" fill="#222">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
+        _text(8, 18, picture.title, 'font-size="13"'),
+        *_exposed(picture, scale),
+        *_lanes(picture),
+        *_boxes(picture, scale),
+        *_axis(picture, scale),
+        *_first_token(picture, scale),
+        "</svg>",
+    ]
+    return "".join(parts)
+
+
+class _Scale:
+    """Seconds to pixels."""
+
+    def __init__(self, start: float, stop: float) -> None:
+        self._start = start
+        self._factor = (_RIGHT - _LEFT) / (stop - start) if stop > start else 0.0
+
+    def __call__(self, seconds: float) -> float:
+        """A place in the picture; what is outside the window lies on its border."""
+        x = _LEFT + (seconds - self._start) * self._factor
+        return min(max(x, _LEFT), _RIGHT)
+
+
+def _text(x: float, y: float, text: str, attributes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {attributes}>{html.escape(text)}</text>'
+
+
+def _rect(left: float, top: float, width: float, height: float, paint: str) -> str:
+    return (
+        f'<rect x="{left:.2f}" y="{top:.1f}" width="{width:.2f}" '
+        f'height="{height:.1f}" {paint}'
+    )
+
+
+def _exposed(picture: Picture, scale: _Scale) -> Iterator[str]:
+    if not picture.exposed:
+        return
+    paint = f'fill="{EXPOSED}" fill-opacity="0.2"/>'
+    for start, stop in picture.exposed:
+        left = scale(start)
+        yield _rect(left, _TOP, scale(stop) - left, _BOTTOM - _TOP, paint)
+    yield _text(_RIGHT, 32, picture.exposed_text, 'text-anchor="end"')
+
+
+def _lanes(picture: Picture) -> Iterator[str]:
+    for row, (name, busy) in enumerate(picture.labels):
+        y = _TOP + row * _LANE
+        yield f'<path d="M0 {y}H{_RIGHT}" stroke="#ddd"/>'
+        yield _text(8, y + 13, name)
+        yield _text(8, y + 25, busy, 'fill="#777"')
+
+
+def _boxes(picture: Picture, scale: _Scale) -> Iterator[str]:
+    start, stop = picture.window
+    shown = [
+        box
+        for box in picture.boxes
+        if box.interval.stop >= start and box.interval.start <= stop
+    ]
+    for box in _visible(shown, scale):
+        interval = box.interval
+        left = scale(interval.start)
+        width = max(_HAIRLINE, scale(interval.stop) - left)
+        colour = layer_colour(interval.layer, picture.layers)
+        tokens = f", {interval.tokens} tokens" if interval.tokens else ""
+        words = (
+            f"{interval.name}: {milliseconds(interval.seconds)} from "
+            f"{milliseconds(interval.start)}{tokens}"
+        )
+        top, height = _TOP + _LANE * box.top, _LANE * box.height
+        yield (
+            _rect(left, top, width, height, f'fill="{colour}">')
+            + f"<title>{html.escape(words)}</title></rect>"
+        )
+
+
+def _visible(boxes: Iterable[Box], scale: _Scale) -> Iterator[Box]:
+    """Leave out what lies wholly under the box before: pixels are few."""
+    track, taken = -1.0, 0.0
+    for box in boxes:
+        left, right = scale(box.interval.start), scale(box.interval.stop)
+        if box.top != track:
+            track, taken = box.top, -1.0
+        if right <= taken:
+            continue
+        taken = max(right, left + _HAIRLINE)
+        yield box
+
+
+def _axis(picture: Picture, scale: _Scale) -> Iterator[str]:
+    yield f'<path d="M{_LEFT} {_BOTTOM}H{_RIGHT}" stroke="#222"/>'
+    for moment in ticks(picture.window):
+        x = scale(moment)
+        yield f'<path d="M{x:.1f} {_BOTTOM}v4" stroke="#222"/>'
+        yield _text(x, _BOTTOM + 15, f"{1e3 * moment:g}", 'text-anchor="middle"')
+    yield _text((_LEFT + _RIGHT) / 2, _HEIGHT - 8, picture.axis, 'text-anchor="middle"')
+
+
+def _first_token(picture: Picture, scale: _Scale) -> Iterator[str]:
+    if picture.first_token is None:
+        return
+    x = scale(picture.first_token)
+    late = x > (_LEFT + _RIGHT) / 2
+    yield f'<path d="M{x:.1f} {_TOP}V{_BOTTOM}" stroke="#000" stroke-dasharray="4 3"/>'
+    anchor = f'text-anchor="{"end" if late else "start"}"'
+    yield _text(x + (-4 if late else 4), _TOP + 19, FIRST_TOKEN, anchor)
