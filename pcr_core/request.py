@@ -107,6 +107,7 @@ class Result:
                 self.intervals,
                 queue=timing.queue,
                 load_wait=timing.load_wait,
+                read_tokens=self.usage.cached_by_tier.get("ssd", 0),
                 first_token=timing.ttft,
                 total=timing.total,
             ),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pcr_core.timeline.interval import Interval
 from pcr_core.timeline.lanes import LANES, in_tracks
+from pcr_core.timeline.palette import box_colour
 from pcr_core.timeline.spans import Span
 
 _MARGIN = 0.25
@@ -27,11 +28,13 @@ class Box:
     Attributes:
         interval: What it shows.
         top, height: Where, in lanes; intervals that overlap stand below each other.
+        colour: As ``#rrggbb``.
     """
 
     interval: Interval
     top: float
     height: float
+    colour: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Picture:
     Attributes:
         boxes: In order of lanes and tracks, then of time.
         labels: Name and busy time of each lane, top to bottom.
-        layers: How many layers the model has, as far as intervals tell.
+        layers: How many layers the colours tell apart.
         window: The time shown, in seconds since submit; some boxes may be outside.
         first_token: When it came, or ``None``.
         exposed: When KV moved and nothing was computed.
@@ -60,12 +63,12 @@ class Picture:
     axis: str
 
 
-def milliseconds(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """A duration for people."""
-    return f"{1e3 * seconds:.1f} ms"
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{1e3 * seconds:.1f} ms"
 
 
-def place(intervals: Sequence[Interval]) -> tuple[Box, ...]:
+def place(intervals: Sequence[Interval], layers: int) -> tuple[Box, ...]:
     """Give each interval, in order of their starts, a box with margins in its lane."""
     boxes: list[Box] = []
     for row, lane in enumerate(LANES):
@@ -73,7 +76,9 @@ def place(intervals: Sequence[Interval]) -> tuple[Box, ...]:
         height = 0.8 / max(1, len(tracks))
         for number, track in enumerate(tracks):
             top = row + 0.1 + number * height
-            boxes.extend(Box(interval, top, height) for interval in track)
+            for index, interval in enumerate(track):
+                colour = box_colour(interval.layer, layers, index)
+                boxes.append(Box(interval, top, height, colour))
     return tuple(boxes)
 
 
@@ -86,20 +91,21 @@ def window(intervals: Sequence[Interval], first_token: float | None) -> Span:
     start = min((i.start for i in intervals), default=0.0)
     stop = max((i.stop for i in intervals), default=0.0)
     start, stop = min(start, 0.0), max(stop, first_token or 0.0)
-    served = max((i.stop for i in intervals if i.lane == "queue"), default=0.0)
+    served = max([0.0, *(i.stop for i in intervals if i.lane == "queue")])
     ends = [i.stop for i in intervals if i.lane not in ("queue", "decode")]
     done = max([first_token or 0.0, *ends])
     width = done - served
     if width <= 0:
         return start, stop
-    left = 0.0 if served <= width else served - _MARGIN * width
-    return max(start, left - _MARGIN * width), min(stop, done + _MARGIN * width)
+    margin = _MARGIN * width
+    left = served - margin if served > width else -margin
+    return max(start, left), min(stop, done + margin)
 
 
 def axis_text(shown: Span, whole: Span) -> str:
     """What the time axis says, with what lies outside the window."""
     parts = [
-        f"{milliseconds(seconds)} {where}"
+        f"{duration(seconds)} {where}"
         for seconds, where in (
             (shown[0] - whole[0], "before"),
             (whole[1] - shown[1], "after"),

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 _STOPS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (191, 223, 37))
 
-WHOLE = "#8d99ae"
-"""What concerns the whole model, or none of it."""
+_WHOLE = ("#8d99ae", "#a9b3c4")
+"""What concerns all layers, or none; two in turn, so that neighbours differ."""
 
 EXPOSED = "#d62828"
 """Moments in which KV moved and nothing was computed."""
 
 
-def layer_colour(layer: int | None, layers: int) -> str:
-    """The colour of a layer, as ``#rrggbb``."""
-    return WHOLE if layer is None else shade(layer / max(1, layers - 1))
+def box_colour(layer: int | None, layers: int, index: int) -> str:
+    """The colour of a box, as ``#rrggbb``; it is number ``index`` of its row."""
+    if layer is None:
+        return _WHOLE[index % 2]
+    return shade(layer / max(1, layers - 1))
 
 
 def shade(depth: float) -> str:

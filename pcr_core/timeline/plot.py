@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pcr_core.timeline.lanes import LANES
 from pcr_core.timeline.layout import FIRST_TOKEN, Box, Picture
-from pcr_core.timeline.palette import EXPOSED, layer_colour, shade
+from pcr_core.timeline.palette import EXPOSED, shade
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _INCHES = (12.0, 4.6)
 
-_NARROWEST = 1e-6
+_NARROWEST = 1e-3
 """Seconds; an axis must have a width."""
 
 
@@ -52,7 +52,7 @@ def draw(picture: Picture) -> Figure:
     if picture.exposed:
         _shade_exposed(axes, picture)
     for box in picture.boxes:
-        axes.add_patch(_rectangle(box, picture.layers))
+        axes.add_patch(_rectangle(box))
     if picture.first_token is not None:
         _mark_first_token(axes, picture.first_token)
     if picture.layers > 1:
@@ -72,7 +72,8 @@ def _set_axes(axes: Axes, picture: Picture) -> None:
     for row in range(1, len(LANES)):
         axes.axhline(row, color="0.85", linewidth=0.8, zorder=0)
     axes.set_xlabel(picture.axis)
-    axes.set_title(picture.title, loc="left")
+    # Two lines: the second is for the key of what is exposed.
+    axes.set_title(picture.title, loc="left", pad=24 if picture.exposed else 6)
 
 
 def _shade_exposed(axes: Axes, picture: Picture) -> None:
@@ -81,21 +82,27 @@ def _shade_exposed(axes: Axes, picture: Picture) -> None:
     for start, stop in picture.exposed:
         axes.axvspan(1e3 * start, 1e3 * stop, color=EXPOSED, alpha=0.2, linewidth=0)
     key = Patch(color=EXPOSED, alpha=0.2, label=picture.exposed_text)
-    axes.legend(handles=[key], loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    axes.legend(
+        handles=[key],
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderpad=0.1,
+        borderaxespad=0.2,
+        frameon=False,
+    )
 
 
-def _rectangle(box: Box, layers: int) -> Rectangle:
+def _rectangle(box: Box) -> Rectangle:
     from matplotlib.patches import Rectangle
 
     interval = box.interval
-    colour = layer_colour(interval.layer, layers)
     # A hairline in its own colour keeps what is narrower than a pixel visible.
     return Rectangle(
         (1e3 * interval.start, box.top),
         1e3 * interval.seconds,
         box.height,
-        facecolor=colour,
-        edgecolor=colour,
+        facecolor=box.colour,
+        edgecolor=box.colour,
         linewidth=0.3,
         gid=interval.name,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pcr_core.timeline.interval import Interval, Lane
+from pcr_core.timeline.interval import Interval
 
 
 def filled_in(
@@ -12,6 +12,7 @@ def filled_in(
     *,
     queue: float,
     load_wait: float,
+    read_tokens: int,
     first_token: float,
     total: float,
 ) -> tuple[Interval, ...]:
@@ -20,19 +21,20 @@ def filled_in(
     Args:
         intervals: What was recorded; may be empty.
         queue: Seconds until the engine took the request up.
-        load_wait: Seconds behind that in which it waited for reads.
+        load_wait: Seconds behind that before it could begin.
+        read_tokens: How many tokens' KV came from SSD; without any, that was no read.
         first_token: Seconds from submit to the first token.
         total: Seconds from submit to the end.
     """
     recorded = {interval.lane for interval in intervals}
     began = queue + load_wait
-    rough: list[tuple[Lane, float, float]] = []
+    rough: list[Interval] = []
     if "queue" not in recorded:
-        rough.append(("queue", 0.0, queue))
+        rough.append(Interval("queue", None, 0.0, queue))
     if not recorded - {"queue", "decode"}:
-        rough.append(("read", queue, began))
-        rough.append(("compute", began, first_token))
+        if read_tokens:
+            rough.append(Interval("read", None, queue, began, read_tokens))
+        rough.append(Interval("compute", None, began, first_token))
     if "decode" not in recorded:
-        rough.append(("decode", first_token, total))
-    more = [Interval(lane, None, start, stop) for lane, start, stop in rough]
-    return (*intervals, *(i for i in more if i.start < i.stop))
+        rough.append(Interval("decode", None, first_token, total))
+    return (*intervals, *(i for i in rough if i.start < i.stop))

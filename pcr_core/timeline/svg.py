@@ -9,8 +9,8 @@ import html
 from collections.abc import Iterable, Iterator
 
 from pcr_core.timeline.lanes import LANES
-from pcr_core.timeline.layout import FIRST_TOKEN, Box, Picture, milliseconds, ticks
-from pcr_core.timeline.palette import EXPOSED, layer_colour
+from pcr_core.timeline.layout import FIRST_TOKEN, Box, Picture, duration, ticks
+from pcr_core.timeline.palette import EXPOSED, shade
 
 _WIDTH, _LEFT, _RIGHT = 960, 96, 944
 _TOP, _LANE = 40, 30
@@ -18,6 +18,11 @@ _BOTTOM = _TOP + _LANE * len(LANES)
 _HEIGHT = _BOTTOM + 38
 _HAIRLINE = 0.5
 """Pixels; a box is at least this wide, and two that share them are drawn as one."""
+
+_SEAM = 0.3
+"""Pixels by which a box reaches under the next one, or white would shine through."""
+
+_KEY_WIDTH, _KEY_STEPS = 100, 20
 
 
 def draw(picture: Picture) -> str:
@@ -30,6 +35,7 @@ def draw(picture: Picture) -> str:
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
         _text(8, 18, picture.title, 'font-size="13"'),
         *_exposed(picture, scale),
+        *_key(picture.layers),
         *_lanes(picture),
         *_boxes(picture, scale),
         *_axis(picture, scale),
@@ -70,7 +76,20 @@ def _exposed(picture: Picture, scale: _Scale) -> Iterator[str]:
     for start, stop in picture.exposed:
         left = scale(start)
         yield _rect(left, _TOP, scale(stop) - left, _BOTTOM - _TOP, paint)
-    yield _text(_RIGHT, 32, picture.exposed_text, 'text-anchor="end"')
+    yield _rect(8, 25, 10, 9, paint)
+    yield _text(23, 33, picture.exposed_text)
+
+
+def _key(layers: int) -> Iterator[str]:
+    """The colours of the layers, at the right above the lanes."""
+    if layers < 2:
+        return
+    left, step = _RIGHT - 20 - _KEY_WIDTH, _KEY_WIDTH / _KEY_STEPS
+    for number in range(_KEY_STEPS):
+        paint = f'fill="{shade(number / (_KEY_STEPS - 1))}"/>'
+        yield _rect(left + number * step, 25, step + _SEAM, 9, paint)
+    yield _text(left - 5, 33, "layer 0", 'text-anchor="end"')
+    yield _text(_RIGHT, 33, f"{layers - 1}", 'text-anchor="end"')
 
 
 def _lanes(picture: Picture) -> Iterator[str]:
@@ -91,16 +110,15 @@ def _boxes(picture: Picture, scale: _Scale) -> Iterator[str]:
     for box in _visible(shown, scale):
         interval = box.interval
         left = scale(interval.start)
-        width = max(_HAIRLINE, scale(interval.stop) - left)
-        colour = layer_colour(interval.layer, picture.layers)
+        width = max(_HAIRLINE, scale(interval.stop) - left) + _SEAM
         tokens = f", {interval.tokens} tokens" if interval.tokens else ""
         words = (
-            f"{interval.name}: {milliseconds(interval.seconds)} from "
-            f"{milliseconds(interval.start)}{tokens}"
+            f"{interval.name}: {duration(interval.seconds)} from "
+            f"{duration(interval.start)}{tokens}"
         )
         top, height = _TOP + _LANE * box.top, _LANE * box.height
         yield (
-            _rect(left, top, width, height, f'fill="{colour}">')
+            _rect(left, top, width, height, f'fill="{box.colour}">')
             + f"<title>{html.escape(words)}</title></rect>"
         )
 

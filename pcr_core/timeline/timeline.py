@@ -22,7 +22,7 @@ from pcr_core.timeline.layout import (
     FIRST_TOKEN,
     Picture,
     axis_text,
-    milliseconds,
+    duration,
     place,
     window,
 )
@@ -39,7 +39,7 @@ _PARTS = {
     "read": "only reading from SSD",
     "load": "only loading",
     "offload": "only offloading",
-    "other": "neither",
+    "other": "anything else",
 }
 """``ttft_parts`` in words."""
 
@@ -137,16 +137,18 @@ class Timeline:
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line of the table."""
         rows = [("prompt", self._prompt_text())]
+        if not self.intervals:
+            rows.append(("time", "nothing was recorded"))
         if self.first_token is not None:
-            rows.append((FIRST_TOKEN, f"{milliseconds(self.first_token)} after submit"))
+            rows.append((FIRST_TOKEN, f"{duration(self.first_token)} after submit"))
         rows += [
-            (f"  {_PARTS[part]}", f"{milliseconds(s)} ({s / self.first_token:.0%})")
+            (f"  {_PARTS[part]}", f"{duration(s)} ({s / self.first_token:.0%})")
             for part, s in self.ttft_parts.items()
             if s and self.first_token
         ]
         rows += [(TITLES[lane], self._lane_text(lane)) for lane in self.lanes]
         if any(lane in TRANSFERS for lane in self.lanes):
-            rows.append(("not hidden", self._exposed_text()))
+            rows.append(("exposed", self._exposed_text()))
         return rows
 
     def __str__(self) -> str:
@@ -216,17 +218,17 @@ class Timeline:
 
     def _picture(self) -> Picture:
         shown = window(self.intervals, self.first_token)
-        title = self._prompt_text()
+        title = f"prompt of {self._prompt_text()}"
         if self.first_token is not None:
-            title += f"; {FIRST_TOKEN} after {milliseconds(self.first_token)}"
+            title += f"; {FIRST_TOKEN} after {duration(self.first_token)}"
         return Picture(
-            boxes=place(self.intervals),
-            labels=tuple((TITLES[x], milliseconds(self.busy(x))) for x in LANES),
+            boxes=place(self.intervals, self.layers),
+            labels=tuple((TITLES[x], duration(self.busy(x))) for x in LANES),
             layers=self.layers,
             window=shown,
             first_token=self.first_token,
             exposed=self.exposed_spans,
-            exposed_text=f"not hidden: {self._exposed_text()}",
+            exposed_text=f"exposed: {self._exposed_text()}",
             title=title,
             axis=axis_text(shown, self.span),
         )
@@ -234,7 +236,7 @@ class Timeline:
     def _prompt_text(self) -> str:
         computed = self.prompt_tokens - self.cached_tokens
         return (
-            f"{self.prompt_tokens} prompt tokens: {self.cached_tokens} reused, "
+            f"{self.prompt_tokens} tokens: {self.cached_tokens} reused, "
             f"{computed} computed"
         )
 
@@ -243,8 +245,8 @@ class Timeline:
         layers = len({i.layer for i in those} - {None})
         count = "1 interval" if len(those) == 1 else f"{len(those)} intervals"
         over = f" of {layers} layers" if layers > 1 else ""
-        return f"{milliseconds(self.busy(lane))} ({count}{over})"
+        return f"{duration(self.busy(lane))} ({count}{over})"
 
     def _exposed_text(self) -> str:
         moved = length(self._when(*TRANSFERS))
-        return f"{milliseconds(self.exposed)} of {milliseconds(moved)} of transfers"
+        return f"{duration(self.exposed)} of {duration(moved)} of transfers"
