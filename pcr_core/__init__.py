@@ -31,7 +31,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from pcr_core.explain.explanation import Explanation
-    from pcr_core.request import Completion, Result, SamplingParams, Timing, Usage
+    from pcr_core.request import Completion, Result, Timing, Usage
+    from pcr_core.sampling_params import SamplingParams
     from pcr_core.stats import CacheStats, Decisions, EngineStats
 
 _HOMES = {
@@ -43,9 +44,8 @@ _HOMES = {
     "Decisions": "stats",
     "EngineStats": "stats",
     "Explanation": "explain.explanation",
-    **dict.fromkeys(
-        ("Completion", "Result", "SamplingParams", "Timing", "Usage"), "request"
-    ),
+    "SamplingParams": "sampling_params",
+    **dict.fromkeys(("Completion", "Result", "Timing", "Usage"), "request"),
     **dict.fromkeys(
         (
             "CancelledError",

@@ -1,9 +1,10 @@
-"""The command ``pcr``: tools around the cache that need no model."""
+"""The command ``pcr``: tools around the cache."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pcr_core.config import EngineConfig
 from pcr_core.errors import ConfigError, PcrError
 from pcr_core.simulator.comparison import Comparison, compare, parse_budget
 from pcr_core.simulator.contenders import NAMES, contenders
 from pcr_core.simulator.replay import service_rate
 from pcr_core.simulator.workloads import RECIPES, generate
+from pcr_core.timeline import Timeline, plot
 from pcr_core.trace import Trace, read_trace
 
 _PATIENCE = 2.0
@@ -59,7 +62,7 @@ def _root(
         typer.Option("--version", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Tools around the KV cache of prompt prefixes; none of them loads a model."""
+    """Tools around the KV cache of prompt prefixes."""
 
 
 _Recorded = Annotated[
@@ -199,5 +202,117 @@ def _show(result: Comparison, load: float) -> None:
 def _write(path: Path, figures: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(figures, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+# --- pcr timeline ---
+
+_PromptFile = Annotated[
+    Path, typer.Argument(metavar="PROMPT", help="A text file, or - for standard input.")
+]
+_Model = Annotated[
+    str | None,
+    typer.Option(help="Hub id, folder or .gguf file. Default: the packaged model."),
+]
+_CacheDir = Annotated[
+    Path | None, typer.Option(help="The cache to use. Default: the engine's own.")
+]
+_Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+_Repeat = Annotated[
+    int, typer.Option(min=1, help="Run the prompt so often, and show the last run.")
+]
+_MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
+_Png = Annotated[Path | None, typer.Option(help="Draw it into this file.")]
+_TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Write it as a trace for ui.perfetto.dev."),
+]
+
+
+@app.command()
+def timeline(
+    prompt: _PromptFile,
+    model: _Model = None,
+    cache_dir: _CacheDir = None,
+    dtype: _Dtype = "auto",
+    repeat: _Repeat = 1,
+    max_tokens: _MaxTokens = 8,
+    png: _Png = None,
+    trace: _TraceFile = None,
+) -> None:
+    """Run a prompt and show where the time to its first token went.
+
+    The prompt is taken as it is, without a chat template, and is kept in the cache.
+    With `--repeat 2` the second run finds in DRAM what the first has stored; another
+    call finds it on SSD.
+    """
+    text = _prompt(prompt)
+    for path in (png, trace):
+        _check_output(path)
+    if png is not None:
+        _check_drawing()
+    folder = {} if cache_dir is None else {"cache_dir": cache_dir}
+    config = EngineConfig(model=model, dtype=dtype, **folder)
+    found = _measure(config, text, repeat, max_tokens)
+    typer.echo(found)
+    _save(png, found.save_png)
+    _save(trace, found.save_chrome_trace)
+
+
+def _prompt(path: Path) -> str:
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompt {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt {path} is not UTF-8 text: {error}") from error
+    if not text.strip():
+        raise ConfigError(f"the prompt {path} is empty; give some text to run")
+    return text
+
+
+def _check_output(path: Path | None) -> None:
+    """Say it before a model is loaded and a prompt is run in vain."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder; name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(
+            f"cannot write {path}: its folder is missing, or writing is not allowed"
+        )
+
+
+def _check_drawing() -> None:
+    try:
+        plot.require_matplotlib()
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _measure(
+    config: EngineConfig, prompt: str, repeat: int, max_tokens: int
+) -> Timeline:
+    """Run ``prompt`` on an engine of its own; the last run's timeline."""
+    # Here: it loads torch, which the other commands do without.
+    from pcr_core.engine import Engine
+    from pcr_core.sampling_params import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens)
+    with (
+        Console(stderr=True).status("loading the model and running the prompt"),
+        Engine(config) as engine,
+    ):
+        for _ in range(repeat):
+            result = engine.generate(prompt, params)
+    return result.timeline()
+
+
+def _save(path: Path | None, save: Callable[[Path], None]) -> None:
+    if path is None:
+        return
+    try:
+        save(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -36,7 +36,8 @@ from pcr_core.explain.explanation import Explanation
 from pcr_core.explain.reasons import explain
 from pcr_core.index.chunk import chunk_keys
 from pcr_core.model.prompt import Tools, encode_prompt, encode_with_offsets
-from pcr_core.request import Completion, Prompt, Request, Result, SamplingParams
+from pcr_core.request import Completion, Prompt, Request, Result
+from pcr_core.sampling_params import SamplingParams
 from pcr_core.service import Door, start
 from pcr_core.stats import EngineStats
 from pcr_core.tiers import CheckReport

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pcr_core.documents import DocumentSpan
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.ledger import Ledger
-from pcr_core.request import Request, SamplingParams
+from pcr_core.request import Request
+from pcr_core.sampling_params import SamplingParams
 from pcr_core.tiers import Removed
 
 DOCUMENT = b"d" * 16

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from pcr_core.errors import ModelError
-from pcr_core.request import SamplingParams
+from pcr_core.sampling_params import SamplingParams
 
 
 class _Bias(LogitsProcessor):

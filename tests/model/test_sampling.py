@@ -13,7 +13,7 @@ from hypothesis import given
 
 from pcr_core.errors import ModelError, RequestError
 from pcr_core.model.sampling import Sampler, end_token_ids, processors
-from pcr_core.request import SamplingParams
+from pcr_core.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([[2.0, 1.9, 1.0, 0.0, -3.0, 1.8]])
 PROMPT = [0, 4]
