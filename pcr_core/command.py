@@ -219,6 +219,9 @@ _CacheDir = Annotated[
     Path | None, typer.Option(help="The cache to use. Default: the engine's own.")
 ]
 _Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+_Overlap = Annotated[
+    str, typer.Option(help="Copies beside compute: auto, none, up, down or both.")
+]
 _Repeat = Annotated[
     int, typer.Option(min=1, help="Run the prompt so often, and show the last run.")
 ]
@@ -236,6 +239,7 @@ def timeline(
     model: _Model = None,
     cache_dir: _CacheDir = None,
     dtype: _Dtype = "auto",
+    overlap: _Overlap = "auto",
     repeat: _Repeat = 1,
     max_tokens: _MaxTokens = 8,
     png: _Png = None,
@@ -244,7 +248,7 @@ def timeline(
     """Run a prompt and show where the time to its first token went.
 
     The prompt is taken as it is, without a chat template, and is kept in the cache.
-    With `--repeat 2` the second run finds in DRAM what the first has stored; another
+    With `--repeat 2` the second run finds what the first has left in memory; another
     call finds it on SSD.
     """
     text = _prompt(prompt)
@@ -253,7 +257,7 @@ def timeline(
     if png is not None:
         _check_drawing()
     folder = {} if cache_dir is None else {"cache_dir": cache_dir}
-    config = EngineConfig(model=model, dtype=dtype, **folder)
+    config = EngineConfig(model=model, dtype=dtype, overlap=overlap, **folder)
     found = _measure(config, text, repeat, max_tokens)
     typer.echo(found)
     _save(png, found.save_png)

@@ -80,7 +80,7 @@ def _shade_exposed(axes: Axes, picture: Picture) -> None:
     from matplotlib.patches import Patch
 
     for start, stop in picture.exposed:
-        axes.axvspan(1e3 * start, 1e3 * stop, color=EXPOSED, alpha=0.2, linewidth=0)
+        axes.axvspan(1e3 * start, 1e3 * stop, color=EXPOSED, alpha=0.2, linewidth=0.5)
     key = Patch(color=EXPOSED, alpha=0.2, label=picture.exposed_text)
     axes.legend(
         handles=[key],

@@ -137,6 +137,7 @@ def test_a_drawing_needs_matplotlib_and_says_so_first(
     ("options", "message"),
     [
         (["--dtype", "int3"], "dtype"),
+        (["--overlap", "all"], "overlap"),
         (["--repeat", "0"], "--repeat"),
         (["--max-tokens", "0"], "--max-tokens"),
         (["--model", " "], "model"),
