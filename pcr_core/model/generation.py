@@ -16,6 +16,7 @@ from pcr_core.model.runner import Forward, Row, Runner
 from pcr_core.model.sampling import Sampler
 from pcr_core.model.text import TextStream
 from pcr_core.request import FinishReason, Request, Result, Timing, Usage
+from pcr_core.timeline.interval import Interval
 
 
 class Generation:
@@ -39,6 +40,7 @@ class Generation:
         self._loaded = self._first = self._started
         self._usage = Usage(len(request.tokens), 0, {})
         self._finish: FinishReason | None = None
+        self._intervals: list[Interval] = []  # in seconds of time.perf_counter
 
     @property
     def finished(self) -> bool:
@@ -65,11 +67,17 @@ class Generation:
         self._usage = Usage(len(self.request.tokens), 0, cached)
         self._accept(prefilled.logits)
         self._first = time.perf_counter()
+        for forward in prefilled.forwards:
+            self._intervals += forward.intervals()
         return prefilled.forwards
 
     def step(self) -> None:
         """Generate one more token."""
+        began = time.perf_counter()
         self._accept(self._runner.decode(self._row, self._tokens[-1]))
+        self._intervals.append(
+            Interval("decode", None, began, time.perf_counter(), tokens=1)
+        )
 
     def result(self) -> Result:
         """The result of a finished generation."""
@@ -90,6 +98,12 @@ class Generation:
                 ttft=self._first - sent,
                 decode=now - self._first,
                 total=now - sent,
+            ),
+            intervals=tuple(
+                Interval(
+                    one.lane, one.layer, one.start - sent, one.stop - sent, one.tokens
+                )
+                for one in self._intervals
             ),
         )
 
