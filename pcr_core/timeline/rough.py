@@ -28,12 +28,14 @@ def filled_in(
     """
     recorded = {interval.lane for interval in intervals}
     began = queue + load_wait
+    work = [i.start for i in intervals if i.lane not in ("queue", "decode")]
     rough: list[Interval] = []
     if "queue" not in recorded:
         rough.append(Interval("queue", None, 0.0, queue))
-    if not recorded - {"queue", "decode"}:
-        if read_tokens:
-            rough.append(Interval("read", None, queue, began, read_tokens))
+    if read_tokens and "read" not in recorded:
+        # Waiting between layers is not told apart: the wait before the first counts.
+        rough.append(Interval("read", None, queue, min([began, *work]), read_tokens))
+    if not work:
         rough.append(Interval("compute", None, began, first_token))
     if "decode" not in recorded:
         rough.append(Interval("decode", None, first_token, total))

@@ -41,10 +41,19 @@ def test_recorded_layers_take_the_place_of_the_guess():
         Interval("load", 0, 1.0, 1.5, 768),
         Interval("compute", 0, 1.5, 3.5, 232),
     ]
-    made = result(intervals=recorded).timeline()
+    made = result(DRAM, intervals=recorded).timeline()
     assert [i for i in made.intervals if i.layer == 0] == recorded
     assert made.lanes == ("queue", "load", "compute", "decode")
     assert made.busy("compute") == 2.0
+
+
+@pytest.mark.parametrize(("begun", "read"), [(1.25, 0.25), (2.0, 0.5), (0.5, 0.0)])
+def test_a_read_that_was_not_recorded_ends_where_recorded_work_begins(begun, read):
+    recorded = [Interval("load", 0, begun, 2.5, 768)]
+    made = result(intervals=recorded).timeline()
+    assert made.busy("read") == read
+    own = [Interval("read", None, 0.25, 0.75), *recorded]
+    assert result(intervals=own).timeline().busy("read") == 0.5
 
 
 @pytest.mark.parametrize("lane", ["queue", "decode"])

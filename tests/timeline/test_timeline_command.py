@@ -74,6 +74,7 @@ def test_a_prompt_comes_from_standard_input_and_is_found_on_ssd_again(
     warm = timeline("-", *options, text=TEXT).stdout
     assert "393 tokens: 384 reused, 9 computed" in warm
     assert "SSD reads" in warm
+    assert warm.count("(3 intervals of 3 layers)") == 1  # the loads
 
 
 def test_a_missing_prompt(capsys, monkeypatch, tmp_path):
