@@ -146,6 +146,8 @@ class EngineLoop:
             lease.checkpoint = lambda: self._checkpoint(request)
             # The queue has moved up: its next request is read for while this one runs.
             self._look_ahead()
+            for index in list(lease.arriving):
+                lease.complete(index)  # the runner does not wait for layers yet
             self._prefill(self._active, lease)
         self._finish_if_done(self._active)
 

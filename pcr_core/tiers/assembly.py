@@ -133,6 +133,7 @@ def _loading(
         fmt.layout.chunk_tokens,
         fmt.file_nbytes,
         settings.longest_forward,
+        len(fmt.layout.layers),
     )
     return Loading(
         dram,

@@ -22,7 +22,9 @@ from pcr_core.tiers.jobs import (
     fail,
     finish,
     finish_group,
+    finish_layers,
 )
+from pcr_core.tiers.read_queue import Busy, ReadQueue, Turn
 
 _log = logging.getLogger("pcr_core.tiers")
 
@@ -38,6 +40,12 @@ class InlineIo:
         """Read now."""
         finish(self._backend, job)
         self._done.append(job)
+
+    def read_layers(self, jobs: Sequence[ReadJob]) -> None:
+        """Read all of them now."""
+        for _ in finish_layers(self._backend, jobs):
+            pass
+        self._done.extend(jobs)
 
     def hurry(self, job: ReadJob) -> None:
         """Do nothing: it has ended."""
@@ -63,6 +71,10 @@ class InlineIo:
 
     def wait_any(self, jobs: Iterable[Job], timeout: float | None = None) -> bool:
         """Return True: they have ended."""
+        return True
+
+    def wait_layer(self, job: ReadJob, layer: int, timeout: float) -> bool:
+        """Return True: it has ended."""
         return True
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -109,8 +121,7 @@ class IoPool:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._progress = threading.Condition(self._lock)
-        self._urgent: deque[ReadJob] = deque()
-        self._ahead: deque[ReadJob] = deque()
+        self._reads = ReadQueue()
         self._writes: deque[WriterJob] = deque()
         self._waiting_writes = 0
         self._waiting_bytes = 0
@@ -118,6 +129,7 @@ class IoPool:
         self._done: deque[Job] = deque()
         self._closing = False
         self._live_readers = readers
+        self._busy = Busy(time.perf_counter)
         self._writer_error: BaseException | None = None
         self._reader_error: BaseException | None = None
         self._threads = [
@@ -133,28 +145,26 @@ class IoPool:
     def read(self, job: ReadJob) -> None:
         """Queue a read; urgent ones first, otherwise in the order they came."""
         with self._lock:
-            if self._closing or self._reader_error is not None:
-                self._end([job], self._reader_error or _closed())
-                return
-            (self._urgent if job.urgent else self._ahead).append(job)
-            self._work.notify_all()
+            if not self._refuses([job]):
+                self._reads.add(job)
+                self._work.notify_all()
+
+    def read_layers(self, jobs: Sequence[ReadJob]) -> None:
+        """Queue urgent reads that are made side by side, layer by layer."""
+        with self._lock:
+            if not self._refuses(jobs):
+                self._reads.add_layers(jobs, self._live_readers)
+                self._work.notify_all()
 
     def hurry(self, job: ReadJob) -> None:
         """Make a queued read urgent; no matter if it runs or has ended."""
         with self._lock:
-            job.urgent = True
-            if job in self._ahead:
-                self._ahead.remove(job)
-                self._urgent.append(job)
+            self._reads.hurry(job)
 
     def cancel(self, job: ReadJob) -> bool:
         """Take back a read that has not started; see ``Io``."""
         with self._lock:
-            for queue in (self._urgent, self._ahead):
-                if job in queue:
-                    queue.remove(job)
-                    return True
-        return False
+            return self._reads.cancel(job)
 
     def write(self, job: WriterJob) -> None:
         """Queue a job of the writer, dropping waiting writes if the queue is full."""
@@ -183,8 +193,7 @@ class IoPool:
             return self._progress.wait_for(
                 lambda: (
                     wanted.isdisjoint(self._running)
-                    and wanted.isdisjoint(self._urgent)
-                    and wanted.isdisjoint(self._ahead)
+                    and wanted.isdisjoint(self._reads)
                     and wanted.isdisjoint(self._writes)
                 ),
                 timeout,
@@ -195,11 +204,15 @@ class IoPool:
         wanted = set(jobs)
         with self._lock:
             return self._progress.wait_for(
-                lambda: (
-                    not wanted
-                    <= self._running.union(self._urgent, self._ahead, self._writes)
-                ),
+                lambda: not wanted <= self._running.union(self._reads, self._writes),
                 timeout,
+            )
+
+    def wait_layer(self, job: ReadJob, layer: int, timeout: float) -> bool:
+        """Block until a read has come further, or has ended; see ``Io``."""
+        with self._lock:
+            return self._progress.wait_for(
+                lambda: job.layers > layer or self._has_ended(job), timeout
             )
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -220,10 +233,13 @@ class IoPool:
         self.flush(timeout)
         with self._lock:
             self._closing = True
+            for running in self._running:
+                if isinstance(running, ReadJob):
+                    running.wanted = False
             for job in self._writes:
                 if isinstance(job, WriteJob):
                     job.outcome = WriteOutcome.DROPPED
-            self._end_reads(_closed())
+            self._end(self._reads.clear(), _closed())
             self._end(self._writes, _closed())
             self._writes.clear()
             self._waiting_writes = self._waiting_bytes = 0
@@ -234,6 +250,16 @@ class IoPool:
         if hanging:
             _log.error("%s hangs in a system call; left behind", ", ".join(hanging))
         return not hanging
+
+    def _refuses(self, jobs: Sequence[ReadJob]) -> bool:
+        """Fail reads for which there is no reader any more. Lock held."""
+        if self._closing or self._reader_error is not None:
+            self._end(jobs, self._reader_error or _closed())
+            return True
+        return False
+
+    def _has_ended(self, job: ReadJob) -> bool:
+        return job.outcome is not None and job not in self._running
 
     def _writer_idle(self) -> bool:
         busy = any(not isinstance(job, ReadJob) for job in self._running)
@@ -268,31 +294,36 @@ class IoPool:
         self._done.extend(ended)
         self._progress.notify_all()
 
-    def _end_reads(self, error: BaseException) -> None:
-        """Fail every read that has not started. Lock held."""
-        for queue in (self._urgent, self._ahead):
-            self._end(queue, error)
-            queue.clear()
-
     def _run_reader(self) -> None:
-        while True:
+        while (turn := self._take_turn()) is not None:
             with self._lock:
-                self._work.wait_for(
-                    lambda: self._urgent or self._ahead or self._closing
-                )
-                queue = self._urgent or self._ahead
-                if not queue:
-                    return
-                job = queue.popleft()
-                self._running.add(job)
-                job.parallel = sum(isinstance(one, ReadJob) for one in self._running)
+                mark = self._busy.change(1)
             try:
-                finish(self._backend, job)
+                for _ in turn.run(self._backend, turn.jobs):
+                    self._tell(turn, mark)
             except BaseException as error:
-                self._reader_died(job, error)
+                self._reader_died(turn, error)
                 return
             with self._lock:
-                self._end([job])
+                self._busy.change(-1)
+
+    def _take_turn(self) -> Turn | None:
+        """Wait for something to read; ``None`` at the end."""
+        with self._lock:
+            self._work.wait_for(lambda: self._reads or self._closing)
+            turn = self._reads.take()
+            if turn is not None:
+                self._running.update(turn.jobs)
+            return turn
+
+    def _tell(self, turn: Turn, mark: tuple[float, float]) -> None:
+        """Hand over what has ended, and wake whoever waits for the rest."""
+        with self._lock:
+            ended = [job for job in turn.jobs if job.outcome and job in self._running]
+            for job in ended:
+                job.parallel = self._busy.mean(mark)
+            self._end(ended)
+        if ended:
             self._on_progress()
 
     def _run_writer(self) -> None:
@@ -320,14 +351,15 @@ class IoPool:
         self._running.update(jobs)
         return jobs
 
-    def _reader_died(self, job: ReadJob, error: BaseException) -> None:
+    def _reader_died(self, turn: Turn, error: BaseException) -> None:
         _log.critical("a reader thread died; its reads are recomputed", exc_info=error)
         with self._lock:
             self._live_readers -= 1
-            self._end([job], error)
+            self._busy.change(-1)
+            self._end([job for job in turn.jobs if job in self._running], error)
             if self._live_readers == 0:
                 self._reader_error = error
-                self._end_reads(error)
+                self._end(self._reads.clear(), error)
 
     def _writer_died(self, jobs: Sequence[WriterJob], error: BaseException) -> None:
         _log.critical("the writer died; nothing is stored any more", exc_info=error)

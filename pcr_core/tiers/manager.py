@@ -158,6 +158,14 @@ class TierManager:
         """Decide what becomes of a chunk being read; see ``Lease.settle``."""
         self._loading.settle(lease, index)
 
+    def complete(self, lease: Lease, index: int) -> None:
+        """Wait for a chunk that is arriving; see ``Lease.wait``."""
+        self._loading.complete(lease, index)
+
+    def lose(self, lease: Lease, index: int) -> None:
+        """Give up a chunk that will not come; see ``Lease.lost``."""
+        self._loading.lose(lease, index)
+
     def release(self, lease: Lease) -> None:
         """End a lease; see ``Lease``."""
         self._leases.discard(lease)

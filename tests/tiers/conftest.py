@@ -197,6 +197,7 @@ def open_kit(tmp_path: Path) -> Iterator[SimpleNamespace]:
                 tenant=settings.get("tenant", b""),
                 quota_bytes=settings.get("quota_bytes"),
                 files=files,
+                least_read=1,
             )
         store = store or NoStore()
         made.append(

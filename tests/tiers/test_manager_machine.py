@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from pcr_core.errors import CancelledError, ChunkLostError
 from pcr_core.index.chunk import ChunkKey, Namespace, chunk_keys
 from pcr_core.index.node import Disk, Host
 from pcr_core.tiers import (
@@ -181,10 +183,15 @@ class Wanted:
 
 @dataclass(eq=False)
 class Opened:
-    """A lease, and the epoch in which its request began."""
+    """A lease, and the epoch in which its request began.
+
+    Attributes:
+        seen: Bytes of each chunk that counted as there, while it is lent.
+    """
 
     lease: Lease
     epoch: int
+    seen: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -230,6 +237,7 @@ class TierMachine(RuleBasedStateMachine):
         self.users: list[User] = []
         self.paths: dict[ChunkKey, tuple[int, Chunks]] = {}
         self.meaning: dict[bytes, tuple[ChunkKey, int]] = {}
+        self.wholes: defaultdict[ChunkKey, list[bytes]] = defaultdict(list)
         self.forgotten: list[tuple[int, int]] = []  # epoch, document
         self.limit = 0
         self.quotas = {tenant: None for tenant in TENANTS}
@@ -251,6 +259,7 @@ class TierMachine(RuleBasedStateMachine):
                 tenant=TENANTS[plan.tenant],
                 quota_bytes=plan.quota_bytes,
                 files=self.files,
+                least_read=1,
             )
             store._index = FaultyIndex(store._index, self.files)
             self.raise_limits(plan)
@@ -355,6 +364,7 @@ class TierMachine(RuleBasedStateMachine):
         name = key + epoch.to_bytes(4, "little")
         data = hashlib.shake_256(name).digest(LAYOUT.nbytes)
         self.meaning[data] = key, epoch
+        self.wholes[key] = [*self.wholes[key], data]
         return data
 
     def last_forgotten(self, key: ChunkKey, events) -> int:
@@ -372,6 +382,25 @@ class TierMachine(RuleBasedStateMachine):
             events = list(enumerate(user.forgotten, start=1))
         events = [(at, document) for at, document in events if at <= known]
         assert epoch >= self.last_forgotten(key, events), "a forgotten chunk was lent"
+
+    def sources_are_right(self, user: User, opened: Opened) -> None:
+        """What is lent, as far as it is there, and that it stays as it was."""
+        lease, ends = opened.lease, LAYOUT.layer_offsets
+        assert lease.arriving.keys() <= lease.sources.keys()
+        assert lease.tiers.keys() == lease.sources.keys()
+        for gone in opened.seen.keys() - lease.sources.keys():
+            del opened.seen[gone]
+        for index, slot in lease.sources.items():
+            key, there = lease.keys[index], LAYOUT.nbytes
+            if index in lease.arriving:
+                there = ends[lease.arriving[index].layers]
+            data = bytes(slot.view[:there])
+            assert data.startswith(opened.seen.get(index, b"")), "lent bytes changed"
+            opened.seen[index] = data
+            if data:
+                wholes = self.wholes[key]
+                whole = next((one for one in wholes if one.startswith(data)), data)
+                self.must_be_right(user, key, whole, opened.epoch)
 
     # --- requests ---
 
@@ -394,8 +423,7 @@ class TierMachine(RuleBasedStateMachine):
         lease = user.manager.lease(want.keys, want.tokens, usable)
         opened = Opened(lease, known)
         user.leases.append(opened)
-        for index, slot in lease.sources.items():
-            self.must_be_right(user, want.keys[index], bytes(slot.view), known)
+        self.sources_are_right(user, opened)
         return opened
 
     def register(self, user: User, chunks: Chunks, want: Wanted) -> None:
@@ -410,6 +438,42 @@ class TierMachine(RuleBasedStateMachine):
         for index in sorted(opened.lease.pending)[: draw.randint(1, 4)]:
             opened.lease.settle(index)
             assert index not in opened.lease.pending
+
+    @precondition(lambda self: any(user.leases for user in self.users))
+    @rule(seed=SEEDS)
+    def forward(self, seed):
+        """Go through some layers of all that is lent; one in eight is cancelled."""
+        draw = random.Random(seed)
+        user, opened = self.any_lease(draw)
+        lease, looks = opened.lease, draw.choice([0, 1, *[10**6] * 6])
+
+        def look():
+            nonlocal looks
+            looks -= 1
+            if looks < 0:
+                raise CancelledError("nobody waits any more")
+
+        lease.checkpoint = look
+        try:
+            self.go_through(user, opened, draw.randint(1, len(LAYOUT.layers)))
+        except CancelledError:
+            self.end_lease(user, opened, filled=0, waits=False)
+
+    def go_through(self, user: User, opened: Opened, layers: int) -> None:
+        lease = opened.lease
+        for layer in range(layers):
+            for index in sorted(lease.arriving):
+                try:
+                    lease.arriving[index].wait(layer)
+                except ChunkLostError as error:
+                    lost = error.index
+                    assert lost == index
+                    lease.lost(lost)
+                    assert index not in lease.sources
+                    self.go_through(user, opened, layers)
+                    return
+                assert lease.arriving[index].layers > layer
+            self.sources_are_right(user, opened)
 
     @precondition(lambda self: any(user.leases for user in self.users))
     @rule(seed=SEEDS)
@@ -452,8 +516,8 @@ class TierMachine(RuleBasedStateMachine):
         if waits:
             lease.wait()
             assert not lease.pending
-        for at, slot in lease.sources.items():
-            assert self.meaning[bytes(slot.view)][0] == lease.keys[at]
+            assert not lease.arriving
+        self.sources_are_right(user, opened)
         for at, slot in lease.sinks.items():
             assert at not in lease.sources
             assert at not in lease.pending
@@ -539,7 +603,7 @@ class TierMachine(RuleBasedStateMachine):
         elif number < 5 and io.reads:
             io.begin_read(draw.randrange(len(io.reads)))
         elif number < 8 and io.begun:
-            io.end_read(draw.randrange(len(io.begun)))
+            io.step_read(draw.randrange(len(io.begun)))
         elif number < 9 and any(isinstance(job, WriteJob) for job in io.writes):
             io.shed(draw.randrange(10))
         else:
@@ -634,10 +698,10 @@ class TierMachine(RuleBasedStateMachine):
     def what_is_lent_stays_as_it_is(self):
         for user in self.users:
             for opened in user.leases:
+                self.sources_are_right(user, opened)
                 lease = opened.lease
-                for index, slot in lease.sources.items():
-                    key = lease.keys[index]
-                    self.must_be_right(user, key, bytes(slot.view), opened.epoch)
+                assert lease.sinks.keys().isdisjoint(lease.sources)
+                assert lease.pending.isdisjoint([*lease.sources, *lease.sinks])
 
     @invariant()
     def nothing_doomed_stays(self):

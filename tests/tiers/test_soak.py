@@ -104,7 +104,7 @@ def owed(manager: TierManager) -> dict[str, int]:
         "removals": len(room._deleting) + room._leaving + room._own_leaving,
         "hidden": len(manager._catalogue.leaving) + len(manager._catalogue.unreadable),
         "doomed": len(manager._forgetting._doomed),
-        "queued": len(io._urgent) + len(io._ahead) + len(io._writes),
+        "queued": len(list(io._reads)) + len(io._writes),
         "done": len(io._done) + len(io._running) + io._waiting_bytes,
         "slots": SLOTS - manager._tree.host_ready - manager._pool.free_count,
     }
