@@ -32,6 +32,7 @@ from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request
 from pcr_core.tiers import (
     WRITE_POLICIES,
+    CudaRegistrar,
     TierSettings,
     open_tiers,
     prepare_folder,
@@ -180,6 +181,7 @@ def build(
         loaded.safetensors_dtype,
         loaded.dtype.itemsize,
     )
+    on_cuda = loaded.device.type == "cuda"
     tiers = open_tiers(
         layout,
         namespace,
@@ -187,7 +189,7 @@ def build(
         dram_bytes=dram_budget(config),
         cache_dir=store,
         ssd_bytes=config.ssd_bytes,
-        pin_memory=loaded.device.type == "cuda",
+        registrar=CudaRegistrar(loaded.device) if on_cuda else None,
         on_progress=on_progress,
     )
     lifetimes.callback(tiers.close)

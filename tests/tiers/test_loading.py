@@ -20,6 +20,7 @@ from pcr_core.model.prefill_plan import (
 from pcr_core.tiers import (
     HostPool,
     InlineIo,
+    SlabPlan,
     StopPolicy,
     TierManager,
     TierSettings,
@@ -79,7 +80,7 @@ class Bench:
         self.io.start_afresh()
 
     def _manager(self, io, settings=None) -> TierManager:
-        pool = HostPool(SMALL, (self.run.stop + 1) * SMALL.nbytes)
+        pool = HostPool(SMALL, SlabPlan(self.run.stop + 1, SMALL.nbytes))
         return TierManager(
             SMALL, SPACE, pool, self.store, io, settings, timer=self.time
         )

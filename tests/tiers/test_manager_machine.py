@@ -43,6 +43,7 @@ from pcr_core.tiers import (
     InlineIo,
     Lease,
     NoStore,
+    SlabPlan,
     TierManager,
     TierSettings,
     stop_policy,
@@ -262,7 +263,7 @@ class TierMachine(RuleBasedStateMachine):
         manager = TierManager(
             LAYOUT,
             NAMESPACES[plan.tenant],
-            HostPool(LAYOUT, plan.slots * LAYOUT.nbytes),
+            HostPool(LAYOUT, SlabPlan(plan.slots, LAYOUT.nbytes)),
             store,
             io,
             plan.settings,
