@@ -11,6 +11,7 @@ from torch import Tensor
 from pcr_core.index.chunk import ChunkLayout
 from pcr_core.memory import populate
 from pcr_core.tiers.pinning import NoPinning, Pinning
+from pcr_core.tiers.reserves import Reserves
 from pcr_core.tiers.slabs import Slab, SlabPlan
 
 _log = logging.getLogger("pcr_core.tiers")
@@ -84,6 +85,7 @@ class HostPool:
 
     Attributes:
         capacity: Slots altogether.
+        reserves: How they are shared out.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class HostPool:
         new_slab: Callable[[int], Slab] = Slab,
     ) -> None:
         self.capacity = plan.capacity
+        self.reserves = Reserves.of(plan.capacity, plan.slot_bytes)
         self._layout = layout
         self._plan = plan
         self._pinning = pinning or NoPinning()

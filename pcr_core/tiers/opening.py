@@ -15,8 +15,6 @@ from pcr_core.tiers.slabs import SlabPlan, check_obtainable
 from pcr_core.tiers.store.chunk_store import ChunkStore
 from pcr_core.tiers.store.no_store import NoStore
 
-_SMALL_QUEUE_BYTES = 64 * 2**20
-
 
 def open_tiers(
     layout: ChunkLayout,
@@ -30,9 +28,6 @@ def open_tiers(
     on_progress: Callable[[], None] = lambda: None,
 ) -> TierManager:
     """Build both tiers with their threads; ``ssd_bytes=0`` leaves the SSD out.
-
-    At most half of DRAM, or 64 MiB if that is more, may be waiting to be written, so
-    that a slow disk cannot keep new chunks out.
 
     Args:
         layout: Shape of a chunk.
@@ -61,11 +56,7 @@ def open_tiers(
     store = ChunkStore(
         cache_dir, ssd_bytes, tenant=settings.tenant, quota_bytes=settings.quota_bytes
     )
-    io = IoPool(
-        store,
-        max_write_bytes=max(pool.nbytes // 2, _SMALL_QUEUE_BYTES),
-        on_progress=on_progress,
-    )
+    io = IoPool(store, on_progress=on_progress)
     try:
         return TierManager(layout, namespace, pool, store, io, settings)
     except BaseException:

@@ -154,6 +154,7 @@ def serve(
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
         assert fail
+    manager.poll()
     return Served(tiers, sinks)
 
 
