@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pcr_core.errors import ConfigError
 from pcr_core.index.chunk import ChunkLayout, LayerShape
-from pcr_core.model.layerwise_cache import in_runs
+from pcr_core.model.transfers import in_runs
 from pcr_core.tiers import HostPool, SlabPlan
 from pcr_core.tiers.pinning import BackgroundPinning
 from pcr_core.tiers.slabs import PAGE, Slab
