@@ -92,18 +92,3 @@ class CancelledError(RequestError):
 
 class EngineClosedError(PcrError):
     """The engine is closed, or its thread died; the cause is chained."""
-
-
-class ChunkLostError(PcrError):
-    """A chunk that was being read while the forward ran cannot be read.
-
-    A signal inside the engine: the forward is repeated without that chunk. It never
-    reaches a caller.
-
-    Attributes:
-        index: The chunk's index in the prompt.
-    """
-
-    def __init__(self, index: int, reason: str) -> None:
-        self.index = index
-        super().__init__(f"chunk {index} cannot be read: {reason}")

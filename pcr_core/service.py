@@ -9,6 +9,7 @@ local embedder, pays that price; nothing here can undo it.)
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -32,12 +33,15 @@ from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request
 from pcr_core.tiers import (
     WRITE_POLICIES,
+    CudaRegistrar,
     TierSettings,
     open_tiers,
     prepare_folder,
     stop_policy,
 )
 from pcr_core.trace import TraceWriter
+
+_log = logging.getLogger("pcr_core.engine")
 
 T = TypeVar("T")
 _LOOK_AROUND = 2.0
@@ -180,6 +184,7 @@ def build(
         loaded.safetensors_dtype,
         loaded.dtype.itemsize,
     )
+    on_cuda = loaded.device.type == "cuda"
     tiers = open_tiers(
         layout,
         namespace,
@@ -187,7 +192,7 @@ def build(
         dram_bytes=dram_budget(config),
         cache_dir=store,
         ssd_bytes=config.ssd_bytes,
-        pin_memory=loaded.device.type == "cuda",
+        registrar=CudaRegistrar(loaded.device) if on_cuda else None,
         on_progress=on_progress,
     )
     lifetimes.callback(tiers.close)
@@ -240,9 +245,17 @@ def dram_budget(config: EngineConfig) -> int:
     What is left respects the limit of the control group, so that a container's limit
     and not its host's memory decides. Between 64 MiB and 4 GiB.
     """
-    if config.dram_bytes != "auto":
-        return config.dram_bytes
-    return max(64 * 2**20, min(4 * 2**30, available_bytes() // 4))
+    left = available_bytes()
+    if config.dram_bytes == "auto":
+        return max(64 * 2**20, min(4 * 2**30, left // 4))
+    if config.dram_bytes > left:
+        _log.warning(
+            "dram_bytes is %d, but this process can take only %d bytes more (limits of "
+            "its container included): it may be killed when the DRAM tier fills up",
+            config.dram_bytes,
+            left,
+        )
+    return config.dram_bytes
 
 
 def start(config: EngineConfig, model: Any, tokenizer: Any, door: Door) -> Service:

@@ -23,7 +23,11 @@ class StoreCounters:
         ssd_hit_tokens: Prompt tokens whose KV was read from SSD.
         miss_tokens: Prompt tokens that had to be computed.
         holes: Chunks recomputed although a later chunk of the prompt was reused.
-        dram_bytes, dram_budget: DRAM in use by chunks, and its hard limit, in bytes.
+        dram_bytes, dram_budget: DRAM in use by chunks, and what all chunks it has room
+            for would take, in bytes.
+        dram_allocated: Bytes taken from the system for it, in whole pages. They grow
+            with use, in slabs, and never pass the ``dram_bytes`` of the configuration.
+        dram_pinned: Those of them that are page-locked for copies to a GPU.
         ssd_bytes, ssd_budget: The same for chunk files on SSD, header included, of all
             that use the folder.
         namespace_bytes, namespace_budget: The part of this namespace, and its quota; 0
@@ -48,6 +52,8 @@ class StoreCounters:
         read_timeouts: Chunk reads that did not end in time; the chunk was computed.
         corrupt: Chunk files that were truncated or altered; each was removed.
         missing: Indexed chunks whose file was gone; each record was removed.
+        pin_errors: Slabs of DRAM that could not be page-locked: copies from there are
+            slower.
         forgotten: Chunks removed from either tier because a document was forgotten.
     """
 
@@ -58,6 +64,8 @@ class StoreCounters:
     holes: int = 0
     dram_bytes: int = 0
     dram_budget: int = 0
+    dram_allocated: int = 0
+    dram_pinned: int = 0
     ssd_bytes: int = 0
     ssd_budget: int = 0
     namespace_bytes: int = 0
@@ -83,6 +91,7 @@ class StoreCounters:
     read_timeouts: int = 0
     corrupt: int = 0
     missing: int = 0
+    pin_errors: int = 0
     forgotten: int = 0
 
     def snapshot(self) -> CacheStats:
@@ -104,6 +113,8 @@ class CacheStats:
     holes: int
     dram_bytes: int
     dram_budget: int
+    dram_allocated: int
+    dram_pinned: int
     ssd_bytes: int
     ssd_budget: int
     namespace_bytes: int
@@ -129,6 +140,7 @@ class CacheStats:
     read_timeouts: int
     corrupt: int
     missing: int
+    pin_errors: int
     forgotten: int
 
     @property
@@ -141,6 +153,15 @@ class CacheStats:
         """Share of prompt tokens whose KV was reused; 0.0 before the first request."""
         total = self.hit_tokens + self.miss_tokens
         return self.hit_tokens / total if total else 0.0
+
+    def _dram(self) -> str:
+        text = _level(self.dram_chunks, self.dram_bytes, self.dram_budget)
+        text += f" ({_mib(self.dram_allocated)} allocated"
+        if self.dram_pinned:
+            text += f", {_mib(self.dram_pinned)} pinned"
+        return (
+            f"{text}), {self.dram_evictions} evicted, {self.bypassed_inserts} not kept"
+        )
 
     def _ssd(self) -> str:
         if not self.ssd_budget:
@@ -169,6 +190,7 @@ class CacheStats:
             "read timeouts": self.read_timeouts,
             "corrupt": self.corrupt,
             "missing": self.missing,
+            "slabs not pinned": self.pin_errors,
         }
         found = ", ".join(f"{count} {name}" for name, count in trouble.items() if count)
         return [
@@ -179,11 +201,7 @@ class CacheStats:
                 f"{self.dram_hit_tokens} DRAM, {self.ssd_hit_tokens} SSD",
             ),
             ("computed tokens", f"{self.miss_tokens} ({self.holes} holes)"),
-            (
-                "DRAM",
-                _level(self.dram_chunks, self.dram_bytes, self.dram_budget)
-                + f", {self.dram_evictions} evicted, {self.bypassed_inserts} not kept",
-            ),
+            ("DRAM", self._dram()),
             ("SSD", self._ssd()),
             (
                 "prefetch",

@@ -31,9 +31,6 @@ from pcr_core.tiers.store.no_store import Store
 from pcr_core.tiers.trouble import TroubleLog
 from pcr_core.tiers.write_back import WriteBack
 
-_IN_FLIGHT = 256 * 2**20
-"""Bytes of reads made ahead at a time: enough for the time of a long prefill, during
-which nothing new is started."""
 _REMEMBERED = 65_536
 """Chunks whose use counts are remembered after they have left every tier."""
 
@@ -98,11 +95,12 @@ def assemble(
     catalogue = Catalogue(tree, store, fmt.namespace.root, trouble, log)
     size, notes = fmt.file_nbytes, _Notes(stats=stats, trouble=trouble)
     room = SsdRoom(tree, store, io, catalogue, size, log=log, **notes)
-    writes = WriteBack(tree, dram, room, io, fmt, settings.write_policy, **notes)
+    policies, share = settings.write_policy, pool.reserves.writes
+    writes = WriteBack(tree, dram, room, io, fmt, policies, share=share, **notes)
     dram.save = writes.save_leaving
     forgetting = Forgetting(tree, dram, writes, store, io, log=log, **notes)
     reads = ReadIn(tree, dram, io, fmt, stats, trouble, room.lost)
-    limit = min(_IN_FLIGHT, pool.nbytes // 2) if settings.stop.ahead else 0
+    limit = pool.reserves.reads_ahead * fmt.layout.nbytes if settings.stop.ahead else 0
     adaptive = policy if isinstance(policy, Adaptive) else None
     tokens = fmt.layout.chunk_tokens
     accounts = Accounts(tree, adaptive, stats, shared.prefill, tokens, shared.clock)

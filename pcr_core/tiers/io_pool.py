@@ -89,15 +89,12 @@ class InlineIo:
 class IoPool:
     """Reader threads and one writer thread. Submit and poll from the engine thread.
 
-    The write queue is bounded by bytes and count. When it is full, the waiting write
-    of the lowest stamp is dropped: the least recently used request's last chunk, never
-    the root of the path that is being stored.
+    Queues have no limit of their own: whoever submits owns the slots, and knows how
+    many of them may be here.
 
     Args:
         backend: Does the work.
         readers: Reader threads.
-        max_write_bytes: Bytes of DRAM that may wait for the writer.
-        max_writes: Writes that may wait for it.
         group: Most jobs the writer takes at once; they share one index commit.
         on_progress: Called on a worker's thread after jobs have ended, so that an
             engine thread without other work knows that there is something to poll.
@@ -108,23 +105,17 @@ class IoPool:
         backend: Backend,
         *,
         readers: int = 2,
-        max_write_bytes: int = 512 * 2**20,
-        max_writes: int = 1024,
         group: int = 16,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._backend = backend
         self._on_progress = on_progress
-        self._max_write_bytes = max_write_bytes
-        self._max_writes = max_writes
         self._group = group
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._progress = threading.Condition(self._lock)
         self._reads = ReadQueue()
         self._writes: deque[WriterJob] = deque()
-        self._waiting_writes = 0
-        self._waiting_bytes = 0
         self._running: set[Job] = set()
         self._done: deque[Job] = deque()
         self._closing = False
@@ -167,16 +158,12 @@ class IoPool:
             return self._reads.cancel(job)
 
     def write(self, job: WriterJob) -> None:
-        """Queue a job of the writer, dropping waiting writes if the queue is full."""
+        """Queue a job of the writer."""
         with self._lock:
             if self._closing or self._writer_error is not None:
                 self._end([job], self._writer_error or _closed())
                 return
             self._writes.append(job)
-            if isinstance(job, WriteJob):
-                self._waiting_writes += 1
-                self._waiting_bytes += len(job.view)
-                self._shed()
             self._work.notify_all()
 
     def poll(self) -> list[Job]:
@@ -242,7 +229,6 @@ class IoPool:
             self._end(self._reads.clear(), _closed())
             self._end(self._writes, _closed())
             self._writes.clear()
-            self._waiting_writes = self._waiting_bytes = 0
             self._work.notify_all()
         for thread in self._threads:
             thread.join(max(1.0, deadline - time.monotonic()))
@@ -264,26 +250,6 @@ class IoPool:
     def _writer_idle(self) -> bool:
         busy = any(not isinstance(job, ReadJob) for job in self._running)
         return not self._writes and not busy
-
-    def _shed(self) -> None:
-        while (
-            self._waiting_writes > self._max_writes
-            or self._waiting_bytes > self._max_write_bytes
-        ):
-            oldest = min(
-                (job for job in self._writes if isinstance(job, WriteJob)),
-                key=lambda job: job.stamp,
-            )
-            self._writes.remove(oldest)
-            self._forget_waiting(oldest)
-            oldest.outcome = WriteOutcome.DROPPED
-            self._done.append(oldest)
-            self._progress.notify_all()
-
-    def _forget_waiting(self, job: WriterJob) -> None:
-        if isinstance(job, WriteJob):
-            self._waiting_writes -= 1
-            self._waiting_bytes -= len(job.view)
 
     def _end(self, jobs: Iterable[Job], error: BaseException | None = None) -> None:
         """Hand jobs over to ``poll``, failed if there is an error. Lock held."""
@@ -345,9 +311,7 @@ class IoPool:
     def _take_group(self) -> list[WriterJob]:
         jobs: list[WriterJob] = []
         while self._writes and len(jobs) < self._group:
-            job = self._writes.popleft()
-            self._forget_waiting(job)
-            jobs.append(job)
+            jobs.append(self._writes.popleft())
         self._running.update(jobs)
         return jobs
 
@@ -368,7 +332,6 @@ class IoPool:
             self._end(jobs, error)
             self._end(self._writes, error)
             self._writes.clear()
-            self._waiting_writes = self._waiting_bytes = 0
 
 
 def _closed() -> RuntimeError:

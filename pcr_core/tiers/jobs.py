@@ -60,7 +60,7 @@ class WriteJob:
     """Make a chunk durable. The view is lent until the job is done.
 
     Attributes:
-        stamp: Recency of the chunk; the lowest is dropped first from a full queue.
+        stamp: Recency of the chunk.
         ancestors: Keys of the prompt's chunks, root first, up to this one's parent.
             What follows the parent is ignored, so the jobs of a prompt may share one
             list of all its keys.

@@ -94,7 +94,7 @@ class TierManager:
         fmt = ChunkFormat(layout, namespace)
         parts = assemble(fmt, pool, store, io, settings, shared)
         self._survey = Survey(parts, pool, store, settings, shared)
-        self._flush = Flush(parts.writes, io, fmt.file_nbytes)
+        self._flush = Flush(parts.writes, io, self.poll)
         self._take(parts)
         with collector_paused():
             self._catalogue.resync()
@@ -292,13 +292,13 @@ class TierManager:
 
     def poll(self) -> None:
         """Take in finished I/O: publish what was read, free what was written."""
-        jobs = self._io.poll()
-        for job in jobs:
-            if isinstance(job, ReadJob):
-                self._reads.apply(job)
-            else:
-                self._writes.apply(job)
-        if jobs:
+        while jobs := self._io.poll():
+            for job in jobs:
+                if isinstance(job, ReadJob):
+                    self._reads.apply(job)
+                else:
+                    self._writes.apply(job)
+            self._writes.advance()
             self.version += 1
         self._forgetting.sweep()
 
@@ -355,6 +355,7 @@ class TierManager:
         started = time.monotonic()
         self.flush(timeout)
         self._closed = True
+        self._writes.abandon()
         joined = self._io.close(max(0.1, timeout - (time.monotonic() - started)))
         self.poll()
         if joined:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from pcr_core.tiers.jobs import (
     Job,
     ReadJob,
-    WriteJob,
-    WriteOutcome,
     WriterJob,
     finish_group,
 )
@@ -86,14 +84,6 @@ class StepIo:
         if jobs:
             finish_group(self._backend, jobs)
             self._done += jobs
-
-    def shed(self, which: int) -> None:
-        """Drop a waiting write, as a full queue does."""
-        waiting = [job for job in self.writes if isinstance(job, WriteJob)]
-        job = waiting[which % len(waiting)]
-        self.writes.remove(job)
-        job.outcome = WriteOutcome.DROPPED
-        self._done.append(job)
 
     def run_all(self) -> None:
         self.run_reads()

@@ -77,6 +77,9 @@ class Process:
     def settle(self) -> None:
         self.io.run_all()
         self.manager.poll()
+        while self.io.writes:  # more than their share at once
+            self.io.run_writes()
+            self.manager.poll()
 
     def begin_forget(self, document: int):
         return self.manager.begin_forget(digest(document))

@@ -24,6 +24,7 @@ from pcr_core.tiers import (
     HostPool,
     InlineIo,
     Lease,
+    SlabPlan,
     StopPolicy,
     TierManager,
     TierSettings,
@@ -85,7 +86,7 @@ class Bench:
         self.io.start_afresh()
 
     def _manager(self, io, settings=None) -> TierManager:
-        pool = HostPool(SMALL, (self.run.stop + 1) * SMALL.nbytes)
+        pool = HostPool(SMALL, SlabPlan(2 * self.run.stop + 2, SMALL.nbytes))
         return TierManager(
             SMALL, SPACE, pool, self.store, io, settings, timer=self.time
         )
@@ -97,6 +98,7 @@ class Bench:
             for index, slot in lease.sinks.items():
                 slot.view[:] = self._content(index)
                 lease.filled(index)
+        assert manager.flush()
 
     def _train(self, machine: Machine) -> None:
         """Let the manager have seen what ``machine`` can do."""

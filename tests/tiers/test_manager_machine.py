@@ -45,12 +45,13 @@ from pcr_core.tiers import (
     InlineIo,
     Lease,
     NoStore,
+    SlabPlan,
     TierManager,
     TierSettings,
     stop_policy,
 )
 from pcr_core.tiers.audit import audit_memory
-from pcr_core.tiers.jobs import ReadJob, WriteJob
+from pcr_core.tiers.jobs import ReadJob
 from pcr_core.tiers.store.chunk_file import ChunkFormat, ChunkId, chunk_key
 from pcr_core.tiers.store.chunk_index import IndexTroubleError
 from tests.tiers.conftest import (
@@ -271,7 +272,7 @@ class TierMachine(RuleBasedStateMachine):
         manager = TierManager(
             LAYOUT,
             NAMESPACES[plan.tenant],
-            HostPool(LAYOUT, plan.slots * LAYOUT.nbytes),
+            HostPool(LAYOUT, SlabPlan(plan.slots, LAYOUT.nbytes)),
             store,
             io,
             plan.settings,
@@ -604,8 +605,6 @@ class TierMachine(RuleBasedStateMachine):
             io.begin_read(draw.randrange(len(io.reads)))
         elif number < 8 and io.begun:
             io.step_read(draw.randrange(len(io.begun)))
-        elif number < 9 and any(isinstance(job, WriteJob) for job in io.writes):
-            io.shed(draw.randrange(10))
         else:
             io.run_writes(draw.randint(1, 5))
             self.note_forgotten(user)
