@@ -542,6 +542,23 @@ def test_cuda_modes(
     assert copy_threads() == []
 
 
+def test_a_cuda_lane_holds_what_it_copies(
+    compute: SimulatedCompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else may: page-locked DRAM is not the allocator's to keep."""
+    FakeCuda("up", compute, load=1e6, offload=1e6).install(monkeypatch)
+    lane = cuda_streams(CPU, "up").load
+    assert isinstance(lane, CudaLane)
+    copies = [Copy(in_row(row(CPU)), chunks(1.0))]
+    lane.fence()
+    lane.copy(0, copies)
+    assert lane._lent == [copies]
+    lane.wait(0)
+    assert lane._lent == [copies]
+    lane.drain()
+    assert lane._lent == []
+
+
 def test_copies_before_one_that_fails_are_waited_for(
     compute: SimulatedCompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
