@@ -42,16 +42,24 @@ class Forward:
 
     Attributes:
         start, stop: Range of tokens it computed; ``start`` tokens were in place.
-        seconds: How long it took, copies in and out included, waits for reads not.
+        host_seconds: How long it kept the caller.
         copied: What was copied meanwhile.
         clock: When compute worked on which layer.
     """
 
     start: int
     stop: int
-    seconds: float
+    host_seconds: float
     copied: Copied
     clock: LayerClock
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, copies in and out included, waits for reads not.
+
+        A GPU may still be computing when the caller goes on; this waits for it.
+        """
+        return max(self.host_seconds, self.clock.seconds) - self.copied.waited
 
     def intervals(self) -> list[Interval]:
         """Where its time went, in seconds of ``time.perf_counter``."""
@@ -287,22 +295,22 @@ class Runner:
         io: ChunkIO,
     ) -> tuple[torch.Tensor, Forward]:
         """Run one forward; returns the last token's logits."""
+        clock, done = LayerClock(self.streams.stopwatch), 0
         began = time.perf_counter()
         part = tokens[segment.start : segment.stop]
-        clock, done = LayerClock(self.streams.stopwatch), 0
-        row.cache.begin(
-            segment.start,
-            io.loads(segment, self._chunk_tokens),
-            in_runs(io.sinks, stores, self._chunk_tokens),
-            clock,
-        )
         try:
+            row.cache.begin(
+                segment.start,
+                io.loads(segment, self._chunk_tokens),
+                in_runs(io.sinks, stores, self._chunk_tokens),
+                clock,
+            )
             logits = self.forward_range(row, part, segment.start)
             clock.end()
             done = len(part)
-        finally:
+        finally:  # whatever fails, copies may have begun
             copied = row.cache.end(done)
-        seconds = time.perf_counter() - began - copied.waited
+        seconds = time.perf_counter() - began
         return logits, Forward(segment.start, segment.stop, seconds, copied, clock)
 
     def forward_range(

@@ -91,6 +91,8 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
 
 
 def _overlap(loaded: LoadedModel, config: EngineConfig, cuts: Cuts) -> OverlapChoice:
+    if loaded.device.type not in ("cpu", "cuda"):
+        return OverlapChoice("none")  # no copy streams of its own
     if config.overlap != "auto":
         return OverlapChoice(config.overlap)
     folder = config.cache_path / "probes"
