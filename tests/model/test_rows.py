@@ -128,6 +128,26 @@ def test_two_conversations_keep_their_rows() -> None:
         assert serve(rows, b[:length])[1] == length - 10
 
 
+def test_the_row_that_holds_most_is_taken_and_of_equals_the_shortest() -> None:
+    rows, talk = pool(most=4), prompt(1, 50)
+    taken = [rows.take((), 100)[0] for _ in range(4)]
+    kept = [(*talk[:30], 9, 9), (*talk[:40], 9, 9), (*talk[:40], 9)]
+    for buffer, tokens in zip(taken, [*kept, prompt(5, 30)], strict=True):
+        compute(buffer, tokens)
+        rows.give_back(buffer, tokens, len(tokens))
+    assert rows.take(talk, 50) == (taken[2], 40)
+    assert rows.take(talk, 50) == (taken[1], 40)
+    assert rows.take(talk, 50) == (taken[0], 30)
+
+
+def test_rows_in_use_count_among_those_there_may_be() -> None:
+    rows = pool(most=2)
+    serve(rows, prompt(1, 30))
+    rows.take(prompt(2, 30), 30)
+    rows.take(prompt(3, 30), 30)
+    assert rows.nbytes == 2 * BLOCK_BYTES
+
+
 def test_an_empty_row_that_fits_is_preferred() -> None:
     rows = pool(most=3)
     taken = [
