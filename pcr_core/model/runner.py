@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,12 +85,23 @@ class Prefilled:
         """Token ranges that went through the model."""
         return tuple((forward.start, forward.stop) for forward in self.forwards)
 
-    def reused(self, index: int) -> int:
-        """Tokens of chunk ``index`` that did not go through the model."""
-        start = index * self.chunk_tokens
-        stop = start + self.chunk_tokens
-        again = sum(max(0, min(b, stop) - max(a, start)) for a, b in self.computed)
-        return self.chunk_tokens - again
+    def loaded(self, index: int) -> int:
+        """Tokens of chunk ``index`` that were neither in the row nor computed."""
+        first, (_, end) = index * self.chunk_tokens, self.computed[-1]
+        start, stop = max(first, self.resident), min(first + self.chunk_tokens, end)
+        computed = sum(max(0, min(b, stop) - max(a, start)) for a, b in self.computed)
+        return max(0, stop - start) - computed
+
+    def cached(self, tiers: Mapping[int, str]) -> dict[str, int]:
+        """Tokens that were not computed, by tier.
+
+        Args:
+            tiers: Where chunks could be loaded from, by index.
+        """
+        found = {"device": self.resident}
+        for index, tier in tiers.items():
+            found[tier] = found.get(tier, 0) + self.loaded(index)
+        return {tier: tokens for tier, tokens in found.items() if tokens}
 
 
 class Row:

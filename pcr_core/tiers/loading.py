@@ -73,17 +73,19 @@ class Loading:
         for index, node in enumerate(nodes[:usable]):
             if self._barred(node):
                 continue
-            if node.host is Host.READY:
+            if index < lease.covered:
+                self._spare_read(lease, index, node)
+            elif node.host is Host.READY:
                 tier = "ssd" if self._dram.take_fetched(node) else "dram"
                 lease.add_source(index, self._dram.slot(node), tier)
             elif node.host is Host.FILLING:
                 self._join(lease, index, node)
-        stored = [i for i in range(usable) if _only_on_ssd(nodes[i])]
+        stored = [i for i in range(lease.covered, usable) if _only_on_ssd(nodes[i])]
         for run in _runs(stored):
             self._start(lease, run, stored)
         for index, node in enumerate(nodes):
             if node.host is Host.NONE:
-                slot = self._dram.reserve(node)
+                slot = self._dram.reserve(node, lease.path[index].id)
                 if slot is None:
                     self._stats.bypassed_inserts += 1
                 else:
@@ -113,6 +115,18 @@ class Loading:
         reading.reader, reading.index = lease, index
         lease.readings[index] = reading
         self._reads.hurry(reading)
+
+    def _spare_read(self, lease: Lease, index: int, node: Node) -> None:
+        """Have a chunk copied from the device that was to be read ahead from SSD.
+
+        A read that runs already is left alone: it ends, and the chunk is in DRAM.
+        """
+        reading = self._reads.find(node)
+        if reading is None or reading.reader is not None:
+            return
+        if self._reads.take_back(reading):
+            self._stats.prefetch_cancelled += 1
+            lease.add_sink(index, self._dram.slot(node))
 
     def _start(self, lease: Lease, run: range, stored: Collection[int]) -> None:
         front = run.start
@@ -220,7 +234,7 @@ def _only_on_ssd(node: Node) -> bool:
 
 def _is_missing(lease: Lease, index: int, others: Collection[int]) -> bool:
     """Whether a chunk has to be computed in any case."""
-    places = (lease.sources, lease.readings, others)
+    places = (range(lease.covered), lease.sources, lease.readings, others)
     return not any(index in place for place in places)
 
 

@@ -118,7 +118,7 @@ class ReadIn:
         """
         # Making room may bring news of another process, such as that the chunk is gone.
         self._tree.pin([node])
-        slot = self._dram.reserve(node, position)
+        slot = self._dram.reserve(node, chunk, position)
         self._tree.unpin([node])
         if slot is None:
             return None

@@ -606,7 +606,7 @@ class TierMachine(RuleBasedStateMachine):
     def memory_adds_up(self):
         for user in self.users:
             manager = user.manager
-            held = sum(len(opened.lease.path) for opened in user.leases)
+            held = sum(len(opened.lease.pinned) for opened in user.leases)
             slots = manager._dram.slots
             assert audit_memory(manager._tree, manager._pool, slots, held) == []
             assert len(slots) <= user.plan.slots
