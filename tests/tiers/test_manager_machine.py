@@ -57,7 +57,6 @@ from tests.tiers.conftest import (
     NAMESPACE,
     Clock,
     FaultyFiles,
-    prompt,
 )
 from tests.tiers.stepwise import StepIo
 from tests.tiers.virtual import VirtualTime
@@ -98,6 +97,7 @@ class Plan:
     write_policy: str
     stop: str
     stepwise: bool
+    shortest_head: int | None
 
     @property
     def settings(self) -> TierSettings:
@@ -107,6 +107,7 @@ class Plan:
             write_policy=WRITE_POLICIES[self.write_policy](),
             tenant=TENANTS[self.tenant],
             quota_bytes=self.quota_bytes,
+            shortest_head=self.shortest_head,
         )
 
     @property
@@ -134,7 +135,13 @@ def any_plan(draw: random.Random) -> Plan:
         write_policy=draw.choice(["write_through", *WRITE_POLICIES]),
         stop=draw.choice(["best_effort", "wait_complete", "timeout", "off"]),
         stepwise=draw.random() < 0.8,
+        shortest_head=draw.choice([None, 1]),
     )
+
+
+def tokens_of(chunks: Chunks) -> list[int]:
+    """All chunks begin alike, so that any may be a head."""
+    return [token for number in chunks for token in (7, number, number, number)]
 
 
 class Inline(InlineIo):
@@ -343,7 +350,7 @@ class TierMachine(RuleBasedStateMachine):
     # --- the model ---
 
     def request(self, user: User, chunks: Chunks) -> Wanted:
-        tokens = [*prompt(*chunks), 9]
+        tokens = [*tokens_of(chunks), 7, 9]
         number = user.plan.tenant
         keys = chunk_keys(NAMESPACES[number], tokens, LAYOUT.chunk_tokens)
         for index, key in enumerate(keys):
@@ -391,12 +398,28 @@ class TierMachine(RuleBasedStateMachine):
             return None
         known = user.epoch
         usable = min(usable, len(want.keys))
-        lease = user.manager.lease(want.keys, want.tokens, usable)
+        resident = self.random.choice([0, 0, self.random.randrange(len(want.tokens))])
+        lease = user.manager.lease(want.keys, want.tokens, usable, resident)
         opened = Opened(lease, known)
         user.leases.append(opened)
+        assert lease.covered == min(resident // LAYOUT.chunk_tokens, len(want.keys))
+        self.heads_are_right(user, opened, want.tokens)
         for index, slot in lease.sources.items():
             self.must_be_right(user, want.keys[index], bytes(slot.view), known)
         return opened
+
+    def heads_are_right(self, user: User, opened: Opened, tokens: list[int]) -> None:
+        """They hold what the prompt has at their place, behind the same tokens."""
+        for index, head in opened.lease.heads.items():
+            self.must_be_right(user, head.node.key, bytes(head.slot.view), opened.epoch)
+            start = index * LAYOUT.chunk_tokens
+            _, chunks = self.paths[head.node.key]
+            mine = tokens[: start + head.tokens]
+            assert tokens_of(chunks)[: len(mine)] == mine
+            assert len(chunks) == index + 1
+            assert 0 < head.tokens < len(tokens) - start
+            assert index not in opened.lease.sources
+            assert index not in opened.lease.pending
 
     def register(self, user: User, chunks: Chunks, want: Wanted) -> None:
         heads = {bytes([d]) * 16: want.keys[chunks.index(d)] for d in set(chunks)}
@@ -453,6 +476,7 @@ class TierMachine(RuleBasedStateMachine):
             lease.wait()
             assert not lease.pending
         for at, slot in lease.sources.items():
+            assert at >= lease.covered, "it is on the device"
             assert self.meaning[bytes(slot.view)][0] == lease.keys[at]
         for at, slot in lease.sinks.items():
             assert at not in lease.sources
@@ -611,6 +635,7 @@ class TierMachine(RuleBasedStateMachine):
             assert audit_memory(manager._tree, manager._pool, slots, held) == []
             assert len(slots) <= user.plan.slots
             writes, room = manager._writes, manager._room
+            assert {node.key for node in manager._dram.siblings} == set(slots)
             for node in [*writes._unsaved, *writes._saved, *manager._dram.fetched]:
                 assert node.host is Host.READY
             writing = {n for n in manager._tree.nodes() if n.disk is Disk.WRITING}
@@ -638,6 +663,9 @@ class TierMachine(RuleBasedStateMachine):
                 for index, slot in lease.sources.items():
                     key = lease.keys[index]
                     self.must_be_right(user, key, bytes(slot.view), opened.epoch)
+                for head in lease.heads.values():
+                    key = head.node.key
+                    self.must_be_right(user, key, bytes(head.slot.view), opened.epoch)
 
     @invariant()
     def nothing_doomed_stays(self):
@@ -692,7 +720,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def file(self, key: ChunkKey, data: bytes) -> bytes:
         number, chunks = self.paths[key]
-        tokens = prompt(*chunks)
+        tokens = tokens_of(chunks)
         keys = chunk_keys(NAMESPACES[number], tokens, LAYOUT.chunk_tokens)
         parent = keys[-2] if len(keys) > 1 else NAMESPACES[number].root
         chunk = ChunkId(key, parent, tokens[-LAYOUT.chunk_tokens :])
