@@ -3,7 +3,8 @@
     PcrError
     ├── ConfigError (ValueError)      a setting is wrong; raised before any work is done
     ├── ModelError                    the model cannot be loaded or run
-    │   └── UnsupportedModelError     it keeps state that a chunk of KV cannot hold
+    │   ├── UnsupportedModelError     it keeps state that a chunk of KV cannot hold
+    │   └── DeviceMemoryError         a request needs more memory than there is
     ├── StoreError                    the cache folder cannot be opened or audited
     ├── TraceError (ValueError)       a recorded trace cannot be read
     ├── RequestError (ValueError)     this one request cannot be served
@@ -33,6 +34,10 @@ class ModelError(PcrError):
 
 class UnsupportedModelError(ModelError):
     """The model keeps state other than per-token keys and values."""
+
+
+class DeviceMemoryError(ModelError):
+    """A request needs more memory than there is where the model computes."""
 
 
 class StoreError(PcrError):

@@ -27,6 +27,7 @@ from pcr_core.loop import EngineLoop
 from pcr_core.memory import available_bytes
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.overlap import OverlapChoice
+from pcr_core.model.prefill_plan import ROW_UNIT, Cuts
 from pcr_core.model.runner import Runner
 from pcr_core.model.sampling import end_token_ids
 from pcr_core.model.setup import model_prepared
@@ -188,7 +189,7 @@ def build(
     tiers = open_tiers(
         layout,
         namespace,
-        tier_settings(config, runner.cuts.step),
+        tier_settings(config, runner.cuts),
         dram_bytes=dram_budget(config),
         cache_dir=store,
         ssd_bytes=config.ssd_bytes,
@@ -203,7 +204,7 @@ def build(
     return Parts(loaded, runner, namespace, prepared.overlap, loop)
 
 
-def tier_settings(config: EngineConfig, longest_forward: int | None) -> TierSettings:
+def tier_settings(config: EngineConfig, cuts: Cuts) -> TierSettings:
     """What the tiers need to know of the configuration and of the model."""
     window = config.lookahead_window
     return TierSettings(
@@ -213,7 +214,8 @@ def tier_settings(config: EngineConfig, longest_forward: int | None) -> TierSett
         write_policy=WRITE_POLICIES[config.write_policy](),
         tenant=tenant_digest(config.namespace),
         quota_bytes=config.namespace_bytes,
-        longest_forward=longest_forward,
+        longest_forward=cuts.step,
+        shortest_head=ROW_UNIT if cuts.align == 1 else None,
     )
 
 

@@ -19,6 +19,7 @@ class StoreCounters:
 
     Attributes:
         requests: Leases that have ended.
+        device_hit_tokens: Prompt tokens whose KV was in the request's row already.
         dram_hit_tokens: Prompt tokens whose KV was read from DRAM.
         ssd_hit_tokens: Prompt tokens whose KV was read from SSD.
         miss_tokens: Prompt tokens that had to be computed.
@@ -58,6 +59,7 @@ class StoreCounters:
     """
 
     requests: int = 0
+    device_hit_tokens: int = 0
     dram_hit_tokens: int = 0
     ssd_hit_tokens: int = 0
     miss_tokens: int = 0
@@ -107,6 +109,7 @@ class CacheStats:
     """
 
     requests: int
+    device_hit_tokens: int
     dram_hit_tokens: int
     ssd_hit_tokens: int
     miss_tokens: int
@@ -146,7 +149,7 @@ class CacheStats:
     @property
     def hit_tokens(self) -> int:
         """Prompt tokens whose KV was reused, from any tier."""
-        return self.dram_hit_tokens + self.ssd_hit_tokens
+        return self.device_hit_tokens + self.dram_hit_tokens + self.ssd_hit_tokens
 
     @property
     def hit_rate(self) -> float:
@@ -198,7 +201,8 @@ class CacheStats:
             (
                 "reused tokens",
                 f"{self.hit_tokens} ({self.hit_rate:.0%}): "
-                f"{self.dram_hit_tokens} DRAM, {self.ssd_hit_tokens} SSD",
+                f"{self.device_hit_tokens} device, {self.dram_hit_tokens} DRAM, "
+                f"{self.ssd_hit_tokens} SSD",
             ),
             ("computed tokens", f"{self.miss_tokens} ({self.holes} holes)"),
             ("DRAM", self._dram()),
@@ -300,7 +304,8 @@ class EngineStats:
         copying: Share of a hit's time that copies took without overlap, as the probe
             measured; 0.0 if it did not.
         finished, cancelled, failed: Requests that ended so.
-        working_bytes: KV memory of running requests, beside the DRAM tier.
+        working_bytes: KV memory where the model computes, beside the DRAM tier: of the
+            running request, and of finished ones that keep theirs.
         decisions: What steers the tiers now.
         cache: Counters of the tiers.
     """

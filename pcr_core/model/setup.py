@@ -7,9 +7,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from pcr_core.config import EngineConfig
 from pcr_core.errors import ConfigError, ModelError, UnsupportedModelError
 from pcr_core.index.chunk import Namespace
+from pcr_core.memory import available_bytes
 from pcr_core.model import probe
 from pcr_core.model.attention import (
     AttentionPlan,
@@ -22,10 +25,13 @@ from pcr_core.model.linear import plan_layers, row_tiles_installed
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.overlap import OverlapChoice, choose_overlap
 from pcr_core.model.prefill_plan import Cuts, free, grid, shape_independent
-from pcr_core.model.runner import Runner
+from pcr_core.model.runner import READY_BYTES, Runner
 from pcr_core.model.streams import streams_opened
 
 _IN_USE = "_pcr_engine_in_use"
+_PART = 8
+_MOST_HOST_BYTES = 2**30
+"""On a CPU, where the DRAM tier holds the same KV once more."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,12 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
                 streams_opened(loaded.device, overlap.mode)
             )
             runner = Runner(
-                loaded, config.chunk_tokens, cuts, streams, config.resident_rows
+                loaded,
+                config.chunk_tokens,
+                cuts,
+                streams,
+                resident_rows=config.resident_rows,
+                resting_bytes=resting_bytes(loaded.device),
             )
             fields += [
                 ("chunk", str(config.chunk_tokens).encode()),
@@ -88,6 +99,14 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
     finally:
         loaded.model.train(training)
         delattr(loaded.model, _IN_USE)
+
+
+def resting_bytes(device: torch.device) -> int:
+    """What finished rows may hold together: a part of the memory that is left."""
+    if device.type == "cuda":
+        left, _ = torch.cuda.mem_get_info(device)
+        return max(READY_BYTES, left // _PART)
+    return max(READY_BYTES, min(_MOST_HOST_BYTES, available_bytes() // _PART))
 
 
 def _overlap(loaded: LoadedModel, config: EngineConfig, cuts: Cuts) -> OverlapChoice:

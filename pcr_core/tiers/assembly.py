@@ -17,6 +17,7 @@ from pcr_core.tiers.catalogue import Catalogue
 from pcr_core.tiers.dram import DramTier
 from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.forgetting import Forgetting
+from pcr_core.tiers.heads import Heads
 from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.jobs import Io
 from pcr_core.tiers.load_plan import LoadPlanner
@@ -71,6 +72,7 @@ class Parts:
     loading: Loading
     prefetcher: Prefetcher
     forgetting: Forgetting
+    heads: Heads
     accounts: Accounts
 
 
@@ -107,7 +109,16 @@ def assemble(
     loading = _loading(dram, reads, forgetting, fmt, settings, shared)
     prefetcher = _prefetcher(tree, reads, catalogue, fmt, limit, stats)
     moving = (room, writes, reads, loading, prefetcher)
-    return Parts(fmt, tree, adaptive, dram, catalogue, *moving, forgetting, accounts)
+    heads = Heads(
+        tree,
+        dram,
+        forgetting,
+        root=fmt.namespace.root,
+        chunk_tokens=tokens,
+        shortest=settings.shortest_head,
+    )
+    about = (forgetting, heads, accounts)
+    return Parts(fmt, tree, adaptive, dram, catalogue, *moving, *about)
 
 
 class _Notes(TypedDict):

@@ -11,6 +11,7 @@ from typing import Protocol
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.node import Node
 from pcr_core.tiers.convoy import Arrival
+from pcr_core.tiers.heads import Head
 from pcr_core.tiers.host_pool import Slot
 from pcr_core.tiers.read_in import Reading
 from pcr_core.tiers.store.chunk_file import ChunkId
@@ -53,7 +54,13 @@ class Lease:
         keys: Their keys.
         prompt_tokens: Length of the prompt.
         readings: Reads under way that this lease waits for, by chunk index.
+        covered: Leading chunks that the device holds whole: they are not lent for
+            reading, and lent for filling if DRAM has lost them.
+        heads: Leading tokens of chunks that are not lent, in those that begin alike, by
+            index; a last partial chunk may have one. Valid until exit.
         done: Indices of the sinks that are filled.
+        reused: Prompt tokens that were not computed, by tier. Whoever computes says so;
+            ``None`` stands for all that was lent.
         patience: Seconds for which it would still wait for its reads.
         checkpoint: Called now and then during ``settle``; may raise to end it.
     """
@@ -64,6 +71,7 @@ class Lease:
         path: Sequence[PathChunk],
         keys: Sequence[ChunkKey],
         prompt_tokens: int,
+        covered: int = 0,
     ) -> None:
         self._owner = owner
         self._sources: dict[int, Slot] = {}
@@ -74,8 +82,11 @@ class Lease:
         self.path = path
         self.keys = keys
         self.prompt_tokens = prompt_tokens
+        self.covered = covered
         self.readings: dict[int, Reading] = {}
+        self.heads: Mapping[int, Head] = {}
         self.done: set[int] = set()
+        self.reused: Mapping[str, int] | None = None
         self.patience = math.inf
         self.checkpoint: Callable[[], None] = lambda: None
 
@@ -109,6 +120,12 @@ class Lease:
     def tiers(self) -> Mapping[int, str]:
         """Chunk index -> ``"dram"`` or ``"ssd"``, for each of ``sources``."""
         return MappingProxyType(self._tiers)
+
+    @property
+    def pinned(self) -> list[Node]:
+        """The chunks that it keeps from being evicted."""
+        others = [head.node for head in self.heads.values()]
+        return [*(chunk.node for chunk in self.path), *others]
 
     def settle(self, index: int) -> None:
         """Have it decided what becomes of a pending chunk; may block.

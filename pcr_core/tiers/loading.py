@@ -72,15 +72,19 @@ class Loading:
         for index, node in enumerate(nodes[:usable]):
             if self._barred(node):
                 continue
-            if node.host is Host.READY:
+            if index < lease.covered:
+                self._spare_read(lease, index, node)
+            elif node.host is Host.READY:
                 tier = "ssd" if self._dram.take_fetched(node) else "dram"
                 lease.add_source(index, self._dram.slot(node), tier)
             elif node.host is Host.FILLING:
                 self._join(lease, index, node)
-        self._read(lease, [i for i in range(usable) if _only_on_ssd(nodes[i])])
+        self._read(
+            lease, [i for i in range(lease.covered, usable) if _only_on_ssd(nodes[i])]
+        )
         for index, node in enumerate(nodes):
             if node.host is Host.NONE:
-                slot = self._dram.reserve(node)
+                slot = self._dram.reserve(node, lease.path[index].id)
                 if slot is None:
                     self._stats.bypassed_inserts += 1
                 else:
@@ -144,6 +148,18 @@ class Loading:
         lease.readings[index] = reading
         self._reads.hurry(reading)
 
+    def _spare_read(self, lease: Lease, index: int, node: Node) -> None:
+        """Have a chunk copied from the device that was to be read ahead from SSD.
+
+        A read that runs already is left alone: it ends, and the chunk is in DRAM.
+        """
+        reading = self._reads.find(node)
+        if reading is None or reading.reader is not None:
+            return
+        if self._reads.take_back(reading):
+            self._stats.prefetch_cancelled += 1
+            lease.add_sink(index, self._dram.slot(node))
+
     def _read(self, lease: Lease, stored: Sequence[int]) -> None:
         """Start reading what is on SSD, as far as that promises to pay."""
         outline = self._outline(lease, stored)
@@ -189,7 +205,7 @@ class Loading:
 
     def _outline(self, lease: Lease, others: Container[int]) -> Outline:
         """The prompt, with chunks that will not be computed beside what is lent."""
-        there = (lease.sources, lease.readings, others)
+        there = (range(lease.covered), lease.sources, lease.readings, others)
         tokens = self._format.layout.chunk_tokens
         return Outline(there, len(lease.path), lease.prompt_tokens, tokens)
 

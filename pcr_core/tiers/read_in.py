@@ -205,7 +205,7 @@ class ReadIn:
         """Make a read that is still to be queued, if there is a slot for it."""
         # Making room may bring news of another process, such as that the chunk is gone.
         self._tree.pin([node])
-        slot = self._dram.reserve(node, position)
+        slot = self._dram.reserve(node, chunk, position)
         self._tree.unpin([node])
         if slot is None:
             return None

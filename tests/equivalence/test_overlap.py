@@ -93,9 +93,7 @@ def computing(model: Any) -> Iterator[SimulatedCompute]:
 Change = Callable[[Streams], Streams]
 
 
-def tell(
-    stage: Stage, seed: int, device: str, change: Change | None = None
-) -> None:
+def tell(stage: Stage, seed: int, device: str, change: Change | None = None) -> None:
     """One story; ``change`` does something to its streams."""
     rng = Random(seed)
     mode = OVERLAPS[seed % len(OVERLAPS)]

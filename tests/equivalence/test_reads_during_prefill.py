@@ -182,8 +182,8 @@ def test_any_order_of_events(
         assert reads.calls.count("between") == len(done.forwards)
         for index in range(one.count):
             if index not in reads.found:
-                assert done.reused(index) == 0
-            again = done.reused(index) < CHUNK
+                assert done.loaded(index) == 0
+            again = done.loaded(index) < CHUNK
             seen["read"] += index in waiting and not again
             seen["gone"] += index in waiting and index not in reads.sources
         seen["settle"] += reads.calls.count("settle")
@@ -249,7 +249,7 @@ def test_a_run_read_while_the_front_is_computed(prompt: Callable[..., Prompt]) -
     done, bits = one.prefill(io)
     assert bits == one.cold_bits
     assert done.computed == ((2 * CHUNK, 4 * CHUNK), (8 * CHUNK, 8 * CHUNK + 5))
-    assert [done.reused(index) for index in range(8)] == [16, 16, 0, 0, 16, 16, 16, 16]
+    assert [done.loaded(index) for index in range(8)] == [16, 16, 0, 0, 16, 16, 16, 16]
 
 
 def test_settle_may_stop_the_prefill(prompt: Callable[..., Prompt]) -> None:

@@ -60,7 +60,6 @@ from tests.tiers.conftest import (
     NAMESPACE,
     Clock,
     FaultyFiles,
-    prompt,
 )
 from tests.tiers.stepwise import StepIo
 from tests.tiers.virtual import VirtualTime
@@ -101,6 +100,7 @@ class Plan:
     write_policy: str
     stop: str
     stepwise: bool
+    shortest_head: int | None
 
     @property
     def settings(self) -> TierSettings:
@@ -110,6 +110,7 @@ class Plan:
             write_policy=WRITE_POLICIES[self.write_policy](),
             tenant=TENANTS[self.tenant],
             quota_bytes=self.quota_bytes,
+            shortest_head=self.shortest_head,
         )
 
     @property
@@ -137,7 +138,13 @@ def any_plan(draw: random.Random) -> Plan:
         write_policy=draw.choice(["write_through", *WRITE_POLICIES]),
         stop=draw.choice(["best_effort", "wait_complete", "timeout", "off"]),
         stepwise=draw.random() < 0.8,
+        shortest_head=draw.choice([None, 1]),
     )
+
+
+def tokens_of(chunks: Chunks) -> list[int]:
+    """All chunks begin alike, so that any may be a head."""
+    return [token for number in chunks for token in (7, number, number, number)]
 
 
 class Inline(InlineIo):
@@ -353,7 +360,7 @@ class TierMachine(RuleBasedStateMachine):
     # --- the model ---
 
     def request(self, user: User, chunks: Chunks) -> Wanted:
-        tokens = [*prompt(*chunks), 9]
+        tokens = [*tokens_of(chunks), 7, 9]
         number = user.plan.tenant
         keys = chunk_keys(NAMESPACES[number], tokens, LAYOUT.chunk_tokens)
         for index, key in enumerate(keys):
@@ -421,11 +428,27 @@ class TierMachine(RuleBasedStateMachine):
             return None
         known = user.epoch
         usable = min(usable, len(want.keys))
-        lease = user.manager.lease(want.keys, want.tokens, usable)
+        resident = self.random.choice([0, 0, self.random.randrange(len(want.tokens))])
+        lease = user.manager.lease(want.keys, want.tokens, usable, resident)
         opened = Opened(lease, known)
         user.leases.append(opened)
         self.sources_are_right(user, opened)
+        assert lease.covered == min(resident // LAYOUT.chunk_tokens, len(want.keys))
+        self.heads_are_right(user, opened, want.tokens)
         return opened
+
+    def heads_are_right(self, user: User, opened: Opened, tokens: list[int]) -> None:
+        """They hold what the prompt has at their place, behind the same tokens."""
+        for index, head in opened.lease.heads.items():
+            self.must_be_right(user, head.node.key, bytes(head.slot.view), opened.epoch)
+            start = index * LAYOUT.chunk_tokens
+            _, chunks = self.paths[head.node.key]
+            mine = tokens[: start + head.tokens]
+            assert tokens_of(chunks)[: len(mine)] == mine
+            assert len(chunks) == index + 1
+            assert 0 < head.tokens < len(tokens) - start
+            assert index not in opened.lease.sources
+            assert index not in opened.lease.pending
 
     def register(self, user: User, chunks: Chunks, want: Wanted) -> None:
         heads = {bytes([d]) * 16: want.keys[chunks.index(d)] for d in set(chunks)}
@@ -519,6 +542,7 @@ class TierMachine(RuleBasedStateMachine):
             assert not lease.pending
             assert not lease.arriving
         self.sources_are_right(user, opened)
+        assert all(at >= lease.covered for at in lease.sources), "on the device"
         for at, slot in lease.sinks.items():
             assert at not in lease.sources
             assert at not in lease.pending
@@ -669,11 +693,12 @@ class TierMachine(RuleBasedStateMachine):
     def memory_adds_up(self):
         for user in self.users:
             manager = user.manager
-            held = sum(len(opened.lease.path) for opened in user.leases)
+            held = sum(len(opened.lease.pinned) for opened in user.leases)
             slots = manager._dram.slots
             assert audit_memory(manager._tree, manager._pool, slots, held) == []
             assert len(slots) <= user.plan.slots
             writes, room = manager._writes, manager._room
+            assert {node.key for node in manager._dram.siblings} == set(slots)
             for node in [*writes._unsaved, *writes._saved, *manager._dram.fetched]:
                 assert node.host is Host.READY
             writing = {n for n in manager._tree.nodes() if n.disk is Disk.WRITING}
@@ -701,6 +726,9 @@ class TierMachine(RuleBasedStateMachine):
                 lease = opened.lease
                 assert lease.sinks.keys().isdisjoint(lease.sources)
                 assert lease.pending.isdisjoint([*lease.sources, *lease.sinks])
+                for head in lease.heads.values():
+                    key = head.node.key
+                    self.must_be_right(user, key, bytes(head.slot.view), opened.epoch)
 
     @invariant()
     def nothing_doomed_stays(self):
@@ -755,7 +783,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def file(self, key: ChunkKey, data: bytes) -> bytes:
         number, chunks = self.paths[key]
-        tokens = prompt(*chunks)
+        tokens = tokens_of(chunks)
         keys = chunk_keys(NAMESPACES[number], tokens, LAYOUT.chunk_tokens)
         parent = keys[-2] if len(keys) > 1 else NAMESPACES[number].root
         chunk = ChunkId(key, parent, tokens[-LAYOUT.chunk_tokens :])
