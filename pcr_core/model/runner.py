@@ -16,8 +16,8 @@ import torch
 
 from pcr_core.errors import ChunkLostError, DeviceMemoryError, ModelError
 from pcr_core.model import _compat
-from pcr_core.model.attention import KEY_BLOCK, round_up
 from pcr_core.model.chunk_io import ChunkIO
+from pcr_core.model.key_blocks import KEY_BLOCK, round_up
 from pcr_core.model.layerwise_cache import LayerwiseCache
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.prefill_plan import (

@@ -18,8 +18,8 @@ from pcr_core.model.attention import (
     AttentionPlan,
     KvAttention,
     attention_installed,
-    plan_attention,
 )
+from pcr_core.model.attention_probe import plan_attention
 from pcr_core.model.fingerprint import model_fields
 from pcr_core.model.linear import plan_layers, row_tiles_installed
 from pcr_core.model.loading import LoadedModel
@@ -134,7 +134,8 @@ def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:
     plan = AttentionPlan()
     if loaded.device.type == "cpu":
         heads = loaded.model.config.get_text_config().num_attention_heads
-        plan = plan_attention(heads, loaded.shapes, loaded.dtype)
+        window = loaded.context_window
+        plan = plan_attention(heads, loaded.shapes, loaded.dtype, window)
     with (
         attention_installed(loaded.model, KvAttention(plan)),
         row_tiles_installed(loaded.model, layers),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pcr_core.index.chunk import ChunkLayout, LayerShape
-from pcr_core.model.attention import KEY_BLOCK
+from pcr_core.model.key_blocks import KEY_BLOCK
 from pcr_core.model.layerwise_cache import LayerwiseCache
 from pcr_core.model.row_buffer import RowBuffer
 from pcr_core.model.streams import inline_streams
