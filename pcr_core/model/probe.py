@@ -35,6 +35,8 @@ from pcr_core.model.prefill_plan import ROW_UNIT, shape_independent
 from pcr_core.model.row_tiles import RowTiles
 from pcr_core.model.runner import Row, Runner
 
+_VERSION = 2
+"""Of what a verdict says; an older one is measured anew."""
 _log = logging.getLogger("pcr_core.model")
 _IDENTITY_TOKENS = 48
 _MOST_ROWS = 1 << 15
@@ -147,6 +149,7 @@ def verdict_path(cache_dir: Path, loaded: LoadedModel, fields: Any) -> Path:
     import transformers
 
     machine = (
+        _VERSION,
         torch.__version__,
         transformers.__version__,
         platform.machine(),
