@@ -21,6 +21,7 @@ from pcr_core.model.attention import (
 )
 from pcr_core.model.attention_probe import plan_attention
 from pcr_core.model.fingerprint import model_fields
+from pcr_core.model.lean import lean_layers_installed
 from pcr_core.model.linear import plan_layers, row_tiles_installed
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.overlap import OverlapChoice, choose_overlap
@@ -72,6 +73,7 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
         attention = KvAttention(verdict.attention)
         with (
             attention_installed(loaded.model, attention),
+            lean_layers_installed(loaded.model, attention),
             row_tiles_installed(loaded.model, verdict.layers),
             ExitStack() as lifetimes,
         ):
@@ -129,17 +131,20 @@ def choose_cuts(config: EngineConfig, *, exact_is_free: bool) -> Cuts:
 
 def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:
     """Measure this machine, test exactness end to end, and remember both."""
-    eligible = probe.may_be_shape_independent(loaded)
-    layers = plan_layers(loaded.model)
     plan = AttentionPlan()
     if loaded.device.type == "cpu":
         heads = loaded.model.config.get_text_config().num_attention_heads
         window = loaded.context_window
         plan = plan_attention(heads, loaded.shapes, loaded.dtype, window)
+    attention = KvAttention(plan)
     with (
-        attention_installed(loaded.model, KvAttention(plan)),
-        row_tiles_installed(loaded.model, layers),
+        attention_installed(loaded.model, attention),
+        lean_layers_installed(loaded.model, attention),
+        ExitStack() as tiles,
     ):
+        eligible = probe.may_be_shape_independent(loaded)
+        layers = plan_layers(loaded.model)
+        tiles.enter_context(row_tiles_installed(loaded.model, layers))
         try:
             exact = eligible and probe.is_shape_independent(loaded, chunk_tokens)
             probe.identity_digest(Runner(loaded, chunk_tokens, free()), loaded)
