@@ -163,13 +163,13 @@ class ReadTimes:
         """Expected seconds until ``nbytes`` bytes, asked for now, are all there."""
         return self.latency + nbytes * self._per_byte if nbytes > 0 else 0.0
 
-    def observe(self, nbytes: int, seconds: float, *, parallel: int = 1) -> None:
+    def observe(self, nbytes: int, seconds: float, *, parallel: float = 1.0) -> None:
         """Take in the measured time of one read.
 
         Args:
             nbytes: Bytes read.
             seconds: From its start to its end, waiting in a queue not included.
-            parallel: Reads under way meanwhile, this one included.
+            parallel: Reads under way meanwhile, this one included; may be a mean.
         """
         if nbytes <= 0 or seconds <= 0.0:
             return

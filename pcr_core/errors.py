@@ -3,7 +3,8 @@
     PcrError
     ├── ConfigError (ValueError)      a setting is wrong; raised before any work is done
     ├── ModelError                    the model cannot be loaded or run
-    │   └── UnsupportedModelError     it keeps state that a chunk of KV cannot hold
+    │   ├── UnsupportedModelError     it keeps state that a chunk of KV cannot hold
+    │   └── DeviceMemoryError         a request needs more memory than there is
     ├── StoreError                    the cache folder cannot be opened or audited
     ├── TraceError (ValueError)       a recorded trace cannot be read
     ├── RequestError (ValueError)     this one request cannot be served
@@ -35,12 +36,30 @@ class UnsupportedModelError(ModelError):
     """The model keeps state other than per-token keys and values."""
 
 
+class DeviceMemoryError(ModelError):
+    """A request needs more memory than there is where the model computes."""
+
+
 class StoreError(PcrError):
     """The cache folder cannot be opened, or an audit of it could not finish."""
 
 
 class TraceError(PcrError, ValueError):
     """A recorded trace cannot be read; the message names the file and the line."""
+
+
+class ChunkLostError(PcrError):
+    """A chunk that a forward was waiting for will not come: the forward starts anew.
+
+    A signal between the parts of this library; it never reaches a caller.
+
+    Attributes:
+        index: Which chunk of the prompt.
+    """
+
+    def __init__(self, index: int, reason: str) -> None:
+        self.index = index
+        super().__init__(f"chunk {index} is lost: {reason}")
 
 
 class RequestError(PcrError, ValueError):
@@ -78,18 +97,3 @@ class CancelledError(RequestError):
 
 class EngineClosedError(PcrError):
     """The engine is closed, or its thread died; the cause is chained."""
-
-
-class ChunkLostError(PcrError):
-    """A chunk that was being read while the forward ran cannot be read.
-
-    A signal inside the engine: the forward is repeated without that chunk. It never
-    reaches a caller.
-
-    Attributes:
-        index: The chunk's index in the prompt.
-    """
-
-    def __init__(self, index: int, reason: str) -> None:
-        self.index = index
-        super().__init__(f"chunk {index} cannot be read: {reason}")

@@ -7,7 +7,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -46,10 +46,12 @@ class Ledger:
 
     Args:
         tiers: Where chunks are.
+        forget_rows: Drops what the device holds, whatever that is.
     """
 
-    def __init__(self, tiers: TierManager) -> None:
+    def __init__(self, tiers: TierManager, forget_rows: Callable[[], None]) -> None:
         self._tiers = tiers
+        self._forget_rows = forget_rows
         self._history = PromptHistory()
 
     def admit(self, request: Request) -> None:
@@ -64,12 +66,13 @@ class Ledger:
         if request.remembered:
             self._history.add(request.tokens, request.spans)
 
-    def lookup(self, request: Request, must_compute: int) -> Lookup:
+    def lookup(self, request: Request, must_compute: int, resident: int) -> Lookup:
         """All that is known about a prompt. Changes nothing.
 
         Args:
             request: The prompt.
             must_compute: Tokens at its end that run in any case.
+            resident: Leading tokens that the device holds.
         """
         states = self._tiers.match(request.keys)
         missing = [i for i, state in enumerate(states) if state == "none"]
@@ -91,6 +94,10 @@ class Ledger:
             ),
             gone=gone,
             dram_chunks=self._tiers.dram_chunks,
+            resident=resident,
+            heads=self._tiers.heads(
+                request.keys, request.tokens, request.usable, resident
+            ),
         )
 
     def catch_up(self, waiting: Iterable[Request]) -> None:
@@ -156,7 +163,8 @@ class Ledger:
         removal.prompts += self._strike(removed, waiting)
 
     def _strike(self, removed: Removed, waiting: Iterable[Request]) -> int:
-        """Take what was forgotten out of the queue and the history."""
+        """Take what was forgotten out of the queue, the device and the history."""
+        self._forget_rows()
         for request in waiting:
             kept = self._kept(request, removed)
             if kept is not None:

@@ -14,7 +14,7 @@ from pcr_core.documents import ForgetReceipt
 from pcr_core.errors import CancelledError, EngineClosedError, ModelError, PcrError
 from pcr_core.explain.lookup import Lookup
 from pcr_core.ledger import Ledger, Removal
-from pcr_core.model.chunk_io import ChunkIO
+from pcr_core.model.chunk_io import ChunkIO, Head
 from pcr_core.model.generation import Generation
 from pcr_core.model.runner import Runner
 from pcr_core.request import Request
@@ -55,7 +55,7 @@ class EngineLoop:
         self._runner = runner
         self._tokenizer = tokenizer
         self._end_ids = end_ids
-        self._ledger = Ledger(tiers)
+        self._ledger = Ledger(tiers, runner.forget)
         self._record = record
         self._scheduler = Scheduler()
         self._active: Generation | None = None
@@ -75,8 +75,10 @@ class EngineLoop:
 
     def lookup(self, request: Request) -> Lookup:
         """What is known about a prompt, for ``explain``. Changes nothing."""
-        must_compute = self._runner.must_compute(len(request.tokens))
-        return self._ledger.lookup(request, must_compute)
+        size = len(request.tokens)
+        request.usable = self._runner.usable_chunks(size)
+        resident = self._runner.resident(request.tokens)
+        return self._ledger.lookup(request, self._runner.must_compute(size), resident)
 
     def begin_forget(self, document: bytes) -> Removal:
         """Forget a document in memory, and start on the store; see ``Ledger``."""
@@ -141,27 +143,35 @@ class EngineLoop:
     def _start(self, request: Request) -> None:
         request.raise_if_cancelled()
         self._ledger.note(request)
-        self._active = Generation(self._runner, self._tokenizer, request, self._end_ids)
-        with self.tiers.lease(request.keys, request.tokens, request.usable) as lease:
+        generation = Generation(self._runner, self._tokenizer, request, self._end_ids)
+        self._active = generation
+        with self.tiers.lease(
+            request.keys, request.tokens, request.usable, generation.resident
+        ) as lease:
             lease.checkpoint = lambda: self._checkpoint(request)
             # The queue has moved up: its next request is read for while this one runs.
             self._look_ahead()
-            self._prefill(self._active, lease)
-        self._finish_if_done(self._active)
+            self._prefill(generation, lease)
+        self._finish_if_done(generation)
 
     def _prefill(self, generation: Generation, lease: Lease) -> None:
+        heads = {i: Head(one.slot, one.tokens) for i, one in lease.heads.items()}
         io = ChunkIO(
             sources=lease.sources,
+            arriving=lease.arriving,
+            lost=lease.lost,
             sinks=lease.sinks,
             filled=lease.filled,
             between=lease.checkpoint,
             pending=lease.pending,
             settle=lease.settle,
+            heads=heads,
         )
         try:
             for forward in generation.prefill(io, lease.tiers):
                 new = forward.stop - forward.start
                 self.tiers.prefill_times.observe(forward.start, new, forward.seconds)
+            lease.reused = generation.cached_by_tier
         except ModelError:
             lease.discard()  # KV behind a failed forward or NaN logits is worthless
             raise

@@ -33,8 +33,10 @@ class Usage:
         prompt_tokens: Length of the prompt.
         completion_tokens: Tokens generated, the final stop token included.
         cached_by_tier: Prompt tokens whose KV was reused, by the tier it was found in:
-            ``"device"``, ``"dram"``, ``"ssd"``. What was read ahead for this request,
-            while it waited or after a hint, was found on SSD.
+            ``"device"`` (an earlier request had left it where the model computes),
+            ``"dram"``, ``"ssd"``. What was read ahead for this request, while it waited
+            or after a hint, was found on SSD. With ``exact=False`` these need not be
+            whole chunks.
     """
 
     prompt_tokens: int

@@ -9,6 +9,7 @@ local embedder, pays that price; nothing here can undo it.)
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -26,18 +27,22 @@ from pcr_core.loop import EngineLoop
 from pcr_core.memory import available_bytes
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.overlap import OverlapChoice
+from pcr_core.model.prefill_plan import ROW_UNIT, Cuts
 from pcr_core.model.runner import Runner
 from pcr_core.model.sampling import end_token_ids
 from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request
 from pcr_core.tiers import (
     WRITE_POLICIES,
+    CudaRegistrar,
     TierSettings,
     open_tiers,
     prepare_folder,
     stop_policy,
 )
 from pcr_core.trace import TraceWriter
+
+_log = logging.getLogger("pcr_core.engine")
 
 T = TypeVar("T")
 _LOOK_AROUND = 2.0
@@ -180,14 +185,15 @@ def build(
         loaded.safetensors_dtype,
         loaded.dtype.itemsize,
     )
+    on_cuda = loaded.device.type == "cuda"
     tiers = open_tiers(
         layout,
         namespace,
-        tier_settings(config, runner.cuts.step),
+        tier_settings(config, runner.cuts),
         dram_bytes=dram_budget(config),
         cache_dir=store,
         ssd_bytes=config.ssd_bytes,
-        pin_memory=loaded.device.type == "cuda",
+        registrar=CudaRegistrar(loaded.device) if on_cuda else None,
         on_progress=on_progress,
     )
     lifetimes.callback(tiers.close)
@@ -198,7 +204,7 @@ def build(
     return Parts(loaded, runner, namespace, prepared.overlap, loop)
 
 
-def tier_settings(config: EngineConfig, longest_forward: int | None) -> TierSettings:
+def tier_settings(config: EngineConfig, cuts: Cuts) -> TierSettings:
     """What the tiers need to know of the configuration and of the model."""
     window = config.lookahead_window
     return TierSettings(
@@ -208,7 +214,8 @@ def tier_settings(config: EngineConfig, longest_forward: int | None) -> TierSett
         write_policy=WRITE_POLICIES[config.write_policy](),
         tenant=tenant_digest(config.namespace),
         quota_bytes=config.namespace_bytes,
-        longest_forward=longest_forward,
+        longest_forward=cuts.step,
+        shortest_head=ROW_UNIT if cuts.align == 1 else None,
     )
 
 
@@ -240,9 +247,17 @@ def dram_budget(config: EngineConfig) -> int:
     What is left respects the limit of the control group, so that a container's limit
     and not its host's memory decides. Between 64 MiB and 4 GiB.
     """
-    if config.dram_bytes != "auto":
-        return config.dram_bytes
-    return max(64 * 2**20, min(4 * 2**30, available_bytes() // 4))
+    left = available_bytes()
+    if config.dram_bytes == "auto":
+        return max(64 * 2**20, min(4 * 2**30, left // 4))
+    if config.dram_bytes > left:
+        _log.warning(
+            "dram_bytes is %d, but this process can take only %d bytes more (limits of "
+            "its container included): it may be killed when the DRAM tier fills up",
+            config.dram_bytes,
+            left,
+        )
+    return config.dram_bytes
 
 
 def start(config: EngineConfig, model: Any, tokenizer: Any, door: Door) -> Service:

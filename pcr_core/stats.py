@@ -19,11 +19,16 @@ class StoreCounters:
 
     Attributes:
         requests: Leases that have ended.
+        device_hit_tokens: Prompt tokens whose KV was in the request's row already.
         dram_hit_tokens: Prompt tokens whose KV was read from DRAM.
         ssd_hit_tokens: Prompt tokens whose KV was read from SSD.
         miss_tokens: Prompt tokens that had to be computed.
         holes: Chunks recomputed although a later chunk of the prompt was reused.
-        dram_bytes, dram_budget: DRAM in use by chunks, and its hard limit, in bytes.
+        dram_bytes, dram_budget: DRAM in use by chunks, and what all chunks it has room
+            for would take, in bytes.
+        dram_allocated: Bytes taken from the system for it, in whole pages. They grow
+            with use, in slabs, and never pass the ``dram_bytes`` of the configuration.
+        dram_pinned: Those of them that are page-locked for copies to a GPU.
         ssd_bytes, ssd_budget: The same for chunk files on SSD, header included, of all
             that use the folder.
         namespace_bytes, namespace_budget: The part of this namespace, and its quota; 0
@@ -48,16 +53,21 @@ class StoreCounters:
         read_timeouts: Chunk reads that did not end in time; the chunk was computed.
         corrupt: Chunk files that were truncated or altered; each was removed.
         missing: Indexed chunks whose file was gone; each record was removed.
+        pin_errors: Slabs of DRAM that could not be page-locked: copies from there are
+            slower.
         forgotten: Chunks removed from either tier because a document was forgotten.
     """
 
     requests: int = 0
+    device_hit_tokens: int = 0
     dram_hit_tokens: int = 0
     ssd_hit_tokens: int = 0
     miss_tokens: int = 0
     holes: int = 0
     dram_bytes: int = 0
     dram_budget: int = 0
+    dram_allocated: int = 0
+    dram_pinned: int = 0
     ssd_bytes: int = 0
     ssd_budget: int = 0
     namespace_bytes: int = 0
@@ -83,6 +93,7 @@ class StoreCounters:
     read_timeouts: int = 0
     corrupt: int = 0
     missing: int = 0
+    pin_errors: int = 0
     forgotten: int = 0
 
     def snapshot(self) -> CacheStats:
@@ -98,12 +109,15 @@ class CacheStats:
     """
 
     requests: int
+    device_hit_tokens: int
     dram_hit_tokens: int
     ssd_hit_tokens: int
     miss_tokens: int
     holes: int
     dram_bytes: int
     dram_budget: int
+    dram_allocated: int
+    dram_pinned: int
     ssd_bytes: int
     ssd_budget: int
     namespace_bytes: int
@@ -129,18 +143,28 @@ class CacheStats:
     read_timeouts: int
     corrupt: int
     missing: int
+    pin_errors: int
     forgotten: int
 
     @property
     def hit_tokens(self) -> int:
         """Prompt tokens whose KV was reused, from any tier."""
-        return self.dram_hit_tokens + self.ssd_hit_tokens
+        return self.device_hit_tokens + self.dram_hit_tokens + self.ssd_hit_tokens
 
     @property
     def hit_rate(self) -> float:
         """Share of prompt tokens whose KV was reused; 0.0 before the first request."""
         total = self.hit_tokens + self.miss_tokens
         return self.hit_tokens / total if total else 0.0
+
+    def _dram(self) -> str:
+        text = _level(self.dram_chunks, self.dram_bytes, self.dram_budget)
+        text += f" ({_mib(self.dram_allocated)} allocated"
+        if self.dram_pinned:
+            text += f", {_mib(self.dram_pinned)} pinned"
+        return (
+            f"{text}), {self.dram_evictions} evicted, {self.bypassed_inserts} not kept"
+        )
 
     def _ssd(self) -> str:
         if not self.ssd_budget:
@@ -169,6 +193,7 @@ class CacheStats:
             "read timeouts": self.read_timeouts,
             "corrupt": self.corrupt,
             "missing": self.missing,
+            "slabs not pinned": self.pin_errors,
         }
         found = ", ".join(f"{count} {name}" for name, count in trouble.items() if count)
         return [
@@ -176,14 +201,11 @@ class CacheStats:
             (
                 "reused tokens",
                 f"{self.hit_tokens} ({self.hit_rate:.0%}): "
-                f"{self.dram_hit_tokens} DRAM, {self.ssd_hit_tokens} SSD",
+                f"{self.device_hit_tokens} device, {self.dram_hit_tokens} DRAM, "
+                f"{self.ssd_hit_tokens} SSD",
             ),
             ("computed tokens", f"{self.miss_tokens} ({self.holes} holes)"),
-            (
-                "DRAM",
-                _level(self.dram_chunks, self.dram_bytes, self.dram_budget)
-                + f", {self.dram_evictions} evicted, {self.bypassed_inserts} not kept",
-            ),
+            ("DRAM", self._dram()),
             ("SSD", self._ssd()),
             (
                 "prefetch",
@@ -282,7 +304,8 @@ class EngineStats:
         copying: Share of a hit's time that copies took without overlap, as the probe
             measured; 0.0 if it did not.
         finished, cancelled, failed: Requests that ended so.
-        working_bytes: KV memory of running requests, beside the DRAM tier.
+        working_bytes: KV memory where the model computes, beside the DRAM tier: of the
+            running request, and of finished ones that keep theirs.
         decisions: What steers the tiers now.
         cache: Counters of the tiers.
     """

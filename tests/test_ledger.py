@@ -37,7 +37,9 @@ def waiting(document: bytes = b"", chunk: int = 0) -> Request:
 
 
 def strike(removed: Removed, request: Request) -> tuple[int, int]:
-    Ledger(Tiers(removed)).catch_up([request])
+    cleared: list[str] = []
+    Ledger(Tiers(removed), lambda: cleared.append("rows")).catch_up([request])
+    assert cleared == ["rows"], "and nothing of it stays on the device"
     return len(request.keys), request.usable
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from examples.benchmarks.common import Spread, print_machine, print_table, write_json
 from pcr_core.index.chunk import ChunkLayout, LayerShape, Namespace, chunk_keys
-from pcr_core.tiers import ChunkStore, HostPool, InlineIo, TierManager
+from pcr_core.tiers import ChunkStore, HostPool, InlineIo, SlabPlan, TierManager
 from pcr_core.tiers.store.chunk_file import ChunkFormat, chunk_path
 from pcr_core.tiers.store.chunk_index import ChunkIndex
 from pcr_core.tiers.store.records import Record
@@ -72,7 +72,7 @@ def open_once(folder: Path) -> dict[str, float]:
     start = time.perf_counter()
     store = ChunkStore(folder, BUDGET)
     opened = time.perf_counter()
-    pool = HostPool(LAYOUT, LAYOUT.nbytes)
+    pool = HostPool(LAYOUT, SlabPlan(1, LAYOUT.nbytes))
     manager = TierManager(LAYOUT, NAMESPACE, pool, store, InlineIo(store))
     ready = time.perf_counter()
     cpu = time.process_time() - cpu

@@ -29,6 +29,7 @@ class Part:
     Attributes:
         name: The document's id, or ``"prompt"``.
         first_token, stop_token: Its tokens; the second is the one behind its last.
+        device_tokens: How many of them are where the model computes already.
         dram_tokens, ssd_tokens: How many of them would be read from which tier.
         verdict: Why not all of them, in a word.
         why: The same in a sentence, with what helps; ``""`` if all are reused.
@@ -37,6 +38,7 @@ class Part:
     name: str
     first_token: int
     stop_token: int
+    device_tokens: int
     dram_tokens: int
     ssd_tokens: int
     verdict: Verdict
@@ -50,7 +52,7 @@ class Part:
     @property
     def hit_tokens(self) -> int:
         """Its tokens that would be reused, from any tier."""
-        return self.dram_tokens + self.ssd_tokens
+        return self.device_tokens + self.dram_tokens + self.ssd_tokens
 
     @property
     def computed_tokens(self) -> int:
@@ -85,8 +87,8 @@ class Explanation:
 
     ``print(explanation)`` gives a table; a notebook shows it as HTML. A ``Part`` has a
     name, its tokens (``first_token``, ``stop_token``), how many of them come from where
-    (``dram_tokens``, ``ssd_tokens``, together ``hit_tokens``; the rest are
-    ``computed_tokens``), a ``verdict``, and a sentence, ``why``. The verdicts:
+    (``device_tokens``, ``dram_tokens``, ``ssd_tokens``, together ``hit_tokens``; the
+    rest are ``computed_tokens``), a ``verdict``, and a sentence, ``why``. The verdicts:
 
     - ``"reused"``: all of it is.
     - ``"end of prompt"``: only the end of the prompt is missing, which always runs.
@@ -102,7 +104,7 @@ class Explanation:
     Attributes:
         prompt: The prompt as a whole, a ``Part``.
         documents: Each document in it, in order, a ``Part`` each.
-        chunk_tokens: Tokens per chunk; only whole chunks are stored.
+        chunk_tokens: Tokens per chunk; DRAM and SSD hold whole chunks.
         difference: Where it leaves the nearest earlier prompt: the ``index`` of the
             first differing token, the text ``before`` it, the text ``now`` and
             ``then``, and some of what follows (``after_now``, ``after_then``).
@@ -174,8 +176,13 @@ def _place(part: Part) -> str:
 
 def _reused(part: Part) -> str:
     share = part.hit_tokens / part.tokens if part.tokens else 0.0
-    tiers = f": {part.dram_tokens} DRAM, {part.ssd_tokens} SSD" if share else ""
-    return f"{part.hit_tokens} of {part.tokens} ({share:.0%}){tiers}"
+    text = f"{part.hit_tokens} of {part.tokens} ({share:.0%})"
+    if not share:
+        return text
+    return (
+        f"{text}: {part.device_tokens} device, {part.dram_tokens} DRAM, "
+        f"{part.ssd_tokens} SSD"
+    )
 
 
 def _because(text: str, part: Part) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -10,6 +10,7 @@ from pcr_core.documents import DocumentSpan
 from pcr_core.explain.history import PastPrompt, Sighting
 
 ChunkState = Literal["none", "dram", "ssd"]
+Tier = Literal["device", "dram", "ssd"]
 
 
 class Departure(Protocol):
@@ -43,6 +44,9 @@ class Lookup:
             What ``earlier`` tells about the same text comes first.
         gone: How missing chunks were lost, by chunk index.
         dram_chunks: Chunks that DRAM holds; ``None`` if that is not known.
+        resident: Leading tokens that the device holds; at least the last is missing.
+        heads: How many first tokens of a chunk that is not stored would be read all the
+            same, by chunk index; a last partial chunk may be one.
 
     Raises:
         ValueError: If there is not one state for each full chunk, or not one sighting
@@ -58,6 +62,8 @@ class Lookup:
     sightings: Sequence[Sighting | None] = ()
     gone: Mapping[int, Departure] = field(default_factory=dict)
     dram_chunks: int | None = None
+    resident: int = 0
+    heads: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         full = len(self.tokens) // self.chunk_tokens
@@ -73,3 +79,26 @@ class Lookup:
         """Leading chunks of which something may be read rather than computed."""
         readable = max(0, len(self.tokens) - self.must_compute)
         return min(len(self.states), -(-readable // self.chunk_tokens))
+
+    @property
+    def in_place(self) -> int:
+        """Leading tokens that would be used where the device holds them.
+
+        A chunk that it holds only in part is read whole if it is stored.
+        """
+        chunk = self.resident // self.chunk_tokens
+        if chunk < self.usable and self.states[chunk] != "none":
+            return chunk * self.chunk_tokens
+        return self.resident
+
+    def reused(self) -> Iterator[tuple[int, int, Tier]]:
+        """First token, the one behind the last, and tier of what would be reused."""
+        size, held = self.chunk_tokens, self.in_place
+        end = len(self.tokens) - self.must_compute
+        yield 0, held, "device"
+        for chunk in range(held // size, self.usable):
+            state = self.states[chunk]
+            if state != "none":
+                yield chunk * size, min(end, (chunk + 1) * size), state
+        for chunk, count in self.heads.items():
+            yield max(held, chunk * size), chunk * size + count, "dram"

@@ -21,7 +21,8 @@ class Past:
         stored = [i for i, state in enumerate(lookup.states) if state != "none"]
         last = max([*stored, *lookup.gone], default=-1)
         proven = (last + 1) * lookup.chunk_tokens
-        self.known = max([proven, *map(now.shared_with, lookup.earlier)])
+        shared = map(now.shared_with, lookup.earlier)
+        self.known = max([proven, lookup.resident, *shared])
         self.nearest = _nearest(lookup, now)
         self.shared = now.shared_with(self.nearest) if self.nearest is not None else 0
         if self.shared < proven:  # chunks prove that an unknown prompt shared more

@@ -84,19 +84,26 @@ class _Reasons:
     def _part(
         self, name: str, first: int, stop: int, unseen: Callable[[int], Reason]
     ) -> Part:
-        size = self._look.chunk_tokens
-        read = {"dram": 0, "ssd": 0, "none": 0}
-        missing = []
-        end = min(stop, len(self._look.tokens) - self._look.must_compute)
-        for chunk in range(first // size, min(-(-stop // size), self._look.usable)):
-            state = self._look.states[chunk]
-            begin = max(first, chunk * size)
-            read[state] += max(0, min(end, (chunk + 1) * size) - begin)
-            if state == "none":
-                missing.append(chunk)
-        rest = stop - first - read["dram"] - read["ssd"]
+        size, held = self._look.chunk_tokens, self._look.in_place
+        found = {"device": 0, "dram": 0, "ssd": 0}
+        for begin, end, tier in self._look.reused():
+            found[tier] += max(0, min(end, stop) - max(begin, first))
+        chunks = range(
+            max(first, held) // size, min(-(-stop // size), self._look.usable)
+        )
+        missing = [chunk for chunk in chunks if not self._is_stored(chunk)]
+        rest = stop - first - sum(found.values())
         verdict, why = self._why(missing, rest, unseen)
-        return Part(name, first, stop, read["dram"], read["ssd"], verdict, why)
+        return Part(
+            name,
+            first,
+            stop,
+            device_tokens=found["device"],
+            dram_tokens=found["dram"],
+            ssd_tokens=found["ssd"],
+            verdict=verdict,
+            why=why,
+        )
 
     def _why(
         self, missing: list[int], rest: int, unseen: Callable[[int], Reason]

@@ -43,6 +43,16 @@ class Generation:
         self._intervals: list[Interval] = []  # in seconds of time.perf_counter
 
     @property
+    def resident(self) -> int:
+        """Leading prompt tokens whose KV was there before anything was loaded."""
+        return self._row.resident
+
+    @property
+    def cached_by_tier(self) -> Mapping[str, int]:
+        """Prompt tokens that were not computed, by tier; known after ``prefill``."""
+        return self._usage.cached_by_tier
+
+    @property
     def finished(self) -> bool:
         """Whether the last token has been generated."""
         return self._finish is not None
@@ -53,6 +63,7 @@ class Generation:
         Args:
             io: Stored chunks and sinks.
             tiers: Tier of each of ``io.sources``, by chunk index; may grow with them.
+                ``io.heads`` are in DRAM.
 
         Returns:
             The forwards, for who measures them.
@@ -60,10 +71,7 @@ class Generation:
         began = time.perf_counter()
         prefilled = self._runner.prefill(self._row, self.request.tokens, io)
         self._loaded = began + prefilled.waited  # as if all waiting had come first
-        cached = {"device": prefilled.resident} if prefilled.resident else {}
-        for index, tier in tiers.items():
-            if index * prefilled.chunk_tokens >= prefilled.resident:
-                cached[tier] = cached.get(tier, 0) + prefilled.reused(index)
+        cached = prefilled.cached({**dict.fromkeys(io.heads, "dram"), **tiers})
         self._usage = Usage(len(self.request.tokens), 0, cached)
         self._accept(prefilled.logits)
         self._first = time.perf_counter()

@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pcr_core.model import _compat
-from pcr_core.model.attention import KEY_BLOCK, round_up
+from pcr_core.model.key_blocks import KEY_BLOCK, round_up
 from pcr_core.model.row_buffer import RowBuffer
 from pcr_core.model.streams import Streams
 from pcr_core.model.transfers import Copied, Run, Transfers

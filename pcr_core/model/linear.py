@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from pcr_core.memory import page_out
 from pcr_core.model import onednn
+from pcr_core.model.lean import fused_layers, fused_parts
 from pcr_core.model.row_tiles import (
     COARSE_SIZES,
     SIZES,
@@ -213,7 +214,7 @@ def _layers(model: Any) -> Iterator[nn.Linear]:
         if isinstance(m, nn.Embedding)
         for p in m.parameters()
     }
-    for module in model.modules():
+    for module in (*model.modules(), *fused_layers(model)):
         if type(module) is not nn.Linear or module is head:
             continue
         if id(module.weight) in shared or "forward" in module.__dict__:
@@ -229,7 +230,7 @@ def all_products_tiled(model: Any) -> bool:
     Experts held as one 3-D parameter, ``Conv1D`` layers and the like are not: their
     kernels may choose by shape, and then no probe of a few lengths is proof.
     """
-    covered = {id(layer.weight) for layer in _layers(model)}
+    covered = {id(layer.weight) for layer in _layers(model)} | fused_parts(model)
     head = model.get_output_embeddings()
     for module in model.modules():
         if isinstance(module, nn.Embedding) or module is head:

@@ -14,16 +14,18 @@ import logging
 import os
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pcr_core.model import onednn
-from pcr_core.model.attention import KEY_BLOCK, AttentionPlan
+from pcr_core.model.attention import AttentionPlan
+from pcr_core.model.attention_kernels import KeyPortions
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.fingerprint import kv_bytes, kv_digest
+from pcr_core.model.key_blocks import KEY_BLOCK
 from pcr_core.model.linear import (
     LayerPlan,
     Shape,
@@ -36,6 +38,7 @@ from pcr_core.model.row_tiles import RowTiles
 from pcr_core.model.runner import Row, Runner
 
 _log = logging.getLogger("pcr_core.model")
+_FORMAT = 3  # of the verdict's file; part of its name
 _IDENTITY_TOKENS = 48
 _MOST_ROWS = 1 << 15
 # One forward across a key block, against cuts at one row tile, at odd multiples of it,
@@ -147,6 +150,7 @@ def verdict_path(cache_dir: Path, loaded: LoadedModel, fields: Any) -> Path:
     import transformers
 
     machine = (
+        _FORMAT,
         torch.__version__,
         transformers.__version__,
         platform.machine(),
@@ -173,12 +177,21 @@ def read_verdict(path: Path) -> Verdict | None:
             )
             for item in found["layers"]
         }
-        attention = AttentionPlan(
-            tuple(int(tail) for tail in found["causal_tails"]), int(found["key_grain"])
-        )
+        attention = _attention_of(found["attention"])
         return Verdict(layers, attention, bool(found["shape_independent"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _attention_of(found: Any) -> AttentionPlan:
+    """An attention plan as ``dataclasses.asdict`` and JSON give it."""
+    unfused = found["unfused"]
+    return AttentionPlan(
+        tuple(int(tail) for tail in found["causal_tails"]),
+        int(found["key_grain"]),
+        unfused and KeyPortions(int(unfused["grain"]), int(unfused["least"])),
+        str(found["decode"]),
+    )
 
 
 def keep_verdict(path: Path, verdict: Verdict) -> Verdict:
@@ -200,8 +213,7 @@ def keep_verdict(path: Path, verdict: Verdict) -> Verdict:
     text = json.dumps(
         {
             "layers": layers,
-            "causal_tails": verdict.attention.causal_tails,
-            "key_grain": verdict.attention.key_grain,
+            "attention": asdict(verdict.attention),
             "shape_independent": verdict.shape_independent,
         }
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from pcr_core.index.chunk import LayerShape
-from pcr_core.model.attention import KEY_BLOCK, round_up
+from pcr_core.model.key_blocks import KEY_BLOCK, round_up
 
 
 class RowBuffer:

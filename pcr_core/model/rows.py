@@ -2,17 +2,22 @@
 
 A finished row keeps its KV. A request that begins with the same tokens takes the row
 over and computes, or loads, from there on; nothing is copied. A row at rest has no
-claim on its memory: whoever needs a row takes the one that is worth least.
+claim on its memory: whoever needs a row takes the one that is worth least, there is a
+limit to what all of them hold, and if memory runs out they go first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from pcr_core.errors import DeviceMemoryError
 from pcr_core.model.row_buffer import RowBuffer
+
+Tokens = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +30,9 @@ class RestingRow:
     """
 
     buffer: RowBuffer
-    tokens: np.ndarray[tuple[int], np.dtype[np.int64]]
+    tokens: Tokens
 
-    def common(self, tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
+    def common(self, tokens: Tokens) -> int:
         """How many leading tokens it has in common with others."""
         count = min(len(self.tokens), len(tokens))
         differ = self.tokens[:count] != tokens[:count]
@@ -39,15 +44,26 @@ class RowPool:
 
     Args:
         make: Makes an empty row.
-        most: Rows that keep their KV, at most. With none, one is kept for its memory.
+        most: Rows that keep their KV, at most, those in use among them. With none, one
+            is kept for its memory.
+        most_bytes: What all rows at rest may hold together. A longer row is not kept.
+        align: Computing starts at multiples of this many tokens.
 
     Attributes:
         most: See above.
     """
 
-    def __init__(self, make: Callable[[], RowBuffer], most: int) -> None:
-        self._make = make
+    def __init__(
+        self,
+        make: Callable[[], RowBuffer],
+        most: int,
+        most_bytes: float = math.inf,
+        align: int = 1,
+    ) -> None:
         self.most = most
+        self._make = make
+        self._most_bytes = most_bytes
+        self._align = align
         self._resting: list[RestingRow] = []  # the longest at rest first
         self._taken: list[RowBuffer] = []
         self._barred: set[int] = set()  # ids of taken rows that must not be kept
@@ -55,38 +71,41 @@ class RowPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        rows = [row.buffer for row in self._resting]
-        return sum(row.nbytes for row in (*rows, *self._taken))
+        return self.resting_bytes + sum(buffer.nbytes for buffer in self._taken)
 
-    def common(self, tokens: Sequence[int]) -> int:
-        """How many leading tokens of a prompt a row at rest holds. Pure."""
-        wanted = np.asarray(tokens, dtype=np.int64)
-        return max((row.common(wanted) for row in self._resting), default=0)
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes of the rows at rest."""
+        return sum(row.buffer.nbytes for row in self._resting)
 
-    def take(self, tokens: Sequence[int]) -> tuple[RowBuffer, int]:
+    def resident(self, prompt: Sequence[int]) -> int:
+        """With how many leading tokens in place a prompt would start now. Pure."""
+        wanted = _packed(prompt)
+        return self._usable(self._choose(wanted, 0), wanted)
+
+    def take(self, prompt: Sequence[int], room: int) -> tuple[RowBuffer, int]:
         """A row for a request.
 
-        The one that holds most of its tokens, unless that throws away more than it
-        saves while there is another to be had.
-
         Args:
-            tokens: Its prompt.
+            prompt: Whose KV is taken over, as far as the row holds it.
+            room: Positions it is to have.
 
         Returns:
-            The row, and how many leading tokens' KV it holds.
+            The row, and how many leading tokens need not be computed. The last one
+            always is, for its logits.
+
+        Raises:
+            DeviceMemoryError: If there is no memory for it.
         """
-        wanted = np.asarray(tokens, dtype=np.int64)
-        best = max(self._resting, key=lambda row: row.common(wanted), default=None)
-        common = best.common(wanted) if best is not None else 0
-        if best is None or 2 * common < len(best.tokens):
-            best, common = self._least(), 0
-        if best is None:
-            buffer = self._make()
-        else:
-            self._resting.remove(best)
-            buffer = best.buffer
+        wanted = _packed(prompt)
+        row = self._choose(wanted, room)
+        resident = self._usable(row, wanted)
+        if row is not None:
+            self._resting.remove(row)
+        buffer = row.buffer if row is not None else self._make()
+        resident = self._make_room(buffer, room, resident)
         self._taken.append(buffer)
-        return buffer, common
+        return buffer, resident
 
     def give_back(self, buffer: RowBuffer, tokens: Sequence[int], reach: int) -> None:
         """Lay a row to rest.
@@ -95,40 +114,133 @@ class RowPool:
             buffer: The row.
             tokens: Tokens whose KV it holds and others may go on from; none if its
                 contents must go.
-            reach: Positions that may have been written.
+            reach: Positions that may have been written since it was taken.
         """
         self._taken.remove(buffer)
-        if id(buffer) in self._barred or not self.most:
+        if id(buffer) in self._barred:
             self._barred.discard(id(buffer))
+            tokens, reach = (), buffer.capacity
+        if not (self.most and len(tokens)):
             tokens = ()
-        if not len(tokens):
             buffer.clear(reach)
-        self._resting.append(RestingRow(buffer, np.asarray(tokens, dtype=np.int64)))
-        while len(self._resting) > max(1, self.most):
-            self._resting.remove(self._shortest())
+        if buffer.nbytes > self._most_bytes:
+            buffer.release()
+            return
+        self._resting.append(RestingRow(buffer, _packed(tokens)))
+        while self._too_many():
+            self._drop(self._least())
 
     def forget(self) -> None:
         """Drop all contents at rest, and those of taken rows when they come back."""
         for row in self._resting:
             row.buffer.clear(row.buffer.capacity)
-            row.tokens = row.tokens[:0]
+            row.tokens = _packed(())  # a slice would keep the ids
         self._barred = {id(buffer) for buffer in self._taken}
+
+    def give_up(self) -> bool:
+        """Free all memory at rest; returns whether there was any."""
+        freed = self.resting_bytes > 0
+        while self._resting:
+            self._drop(self._resting[0])
+        return freed
 
     def close(self) -> None:
         """Free all memory."""
-        for buffer in (*(row.buffer for row in self._resting), *self._taken):
+        self.give_up()
+        for buffer in self._taken:
             buffer.release()
-        self._resting, self._taken = [], []
+        self._taken = []
 
-    def _least(self) -> RestingRow | None:
-        """The row to overwrite, or ``None`` to make a new one."""
+    # --- which row ---
+
+    def _choose(self, wanted: Tokens, room: int) -> RestingRow | None:
+        """The row for a prompt; ``None`` to make a new one.
+
+        The one that holds most of its tokens, unless more would be thrown away than
+        taken over; else an empty one, a new one, or the longest at rest.
+        """
+        saved = {row: self._usable(row, wanted) for row in self._resting}
+        fitting = [
+            row for row in self._resting if 0 < len(row.tokens) <= 2 * saved[row]
+        ]
+        if fitting:
+            return max(fitting, key=lambda row: (saved[row], -len(row.tokens)))
         empty = [row for row in self._resting if not len(row.tokens)]
         if empty:
-            return empty[0]
+            return min(empty, key=lambda row: _misfit(row.buffer, room))
         if len(self._resting) + len(self._taken) < self.most:
             return None
         return self._resting[0] if self._resting else None
 
-    def _shortest(self) -> RestingRow:
+    def _usable(self, row: RestingRow | None, wanted: Tokens) -> int:
+        """Of the tokens in place, those that need not be computed again."""
+        if row is None or not len(wanted):
+            return 0
+        return min(row.common(wanted), len(wanted) - 1) // self._align * self._align
+
+    def _too_many(self) -> bool:
+        if len(self._resting) > max(1, self.most):
+            return True
+        return self.resting_bytes > self._most_bytes
+
+    def _least(self) -> RestingRow:
         """The row to do without: an empty one, or the longest at rest."""
         return next((r for r in self._resting if not len(r.tokens)), self._resting[0])
+
+    def _drop(self, row: RestingRow) -> None:
+        self._resting.remove(row)
+        row.buffer.release()
+
+    # --- its memory ---
+
+    def _make_room(self, buffer: RowBuffer, room: int, resident: int) -> int:
+        """Grow a row, at the cost of those at rest if need be.
+
+        Returns:
+            How many leading tokens it still holds.
+        """
+        ample = self._ample(buffer, room) if resident else room
+        if _grow(buffer, ample, resident) is None:
+            return resident
+        self.give_up()
+        error = _grow(buffer, room, 0)
+        if error is not None:
+            raise DeviceMemoryError(
+                f"there is no memory for the KV of {room} tokens ({error}); use a "
+                "shorter prompt, a smaller max_tokens or another device"
+            )
+        return 0
+
+    def _ample(self, buffer: RowBuffer, room: int) -> int:
+        """Room for what follows, too: a conversation would grow at every turn.
+
+        Not more than may be kept.
+        """
+        ample = buffer.capacity + buffer.capacity // 2
+        if room <= buffer.capacity or ample <= room:
+            return room
+        kept = buffer.nbytes // buffer.capacity * ample <= self._most_bytes
+        return ample if kept else room
+
+
+def _packed(tokens: Sequence[int]) -> Tokens:
+    return np.array(tokens, dtype=np.int64)
+
+
+def _misfit(buffer: RowBuffer, room: int) -> tuple[bool, int]:
+    """Orders rows by how well they fit: the smallest that is enough, or the largest."""
+    short = buffer.capacity < room
+    return short, -buffer.capacity if short else buffer.capacity
+
+
+def _grow(buffer: RowBuffer, room: int, keep: int) -> str | None:
+    """Grow a row, or empty it and say why not.
+
+    The error itself would keep what the failed attempt holds.
+    """
+    try:
+        buffer.reserve(room, keep=keep)
+    except (RuntimeError, MemoryError) as error:  # torch raises the former
+        buffer.release()
+        return (str(error) or type(error).__name__).splitlines()[0]
+    return None

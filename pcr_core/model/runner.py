@@ -6,17 +6,18 @@ Engine thread only.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pcr_core.errors import ChunkLostError, ModelError
+from pcr_core.errors import ChunkLostError, DeviceMemoryError, ModelError
 from pcr_core.model import _compat
-from pcr_core.model.attention import KEY_BLOCK, round_up
 from pcr_core.model.chunk_io import ChunkIO
+from pcr_core.model.key_blocks import KEY_BLOCK, round_up
 from pcr_core.model.layerwise_cache import LayerwiseCache
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.prefill_plan import (
@@ -33,7 +34,9 @@ from pcr_core.model.streams import Streams, inline_streams
 from pcr_core.model.transfers import Copied, LayerClock, in_runs
 from pcr_core.timeline.interval import Interval
 
-_READY_BYTES = 48 * 2**20
+_READY_ROWS = 2
+READY_BYTES = _READY_ROWS * 48 * 2**20
+"""KV memory that is made ready before the first request, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +45,24 @@ class Forward:
 
     Attributes:
         start, stop: Range of tokens it computed; ``start`` tokens were in place.
-        seconds: How long it took, copies in and out included, waits for reads not.
+        host_seconds: How long it kept the caller.
         copied: What was copied meanwhile.
         clock: When compute worked on which layer.
     """
 
     start: int
     stop: int
-    seconds: float
+    host_seconds: float
     copied: Copied
     clock: LayerClock
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, copies in and out included, waits for reads not.
+
+        A GPU may still be computing when the caller goes on; this waits for it.
+        """
+        return max(self.host_seconds, self.clock.seconds) - self.copied.waited
 
     def intervals(self) -> list[Interval]:
         """Where its time went, in seconds of ``time.perf_counter``."""
@@ -82,12 +93,23 @@ class Prefilled:
         """Token ranges that went through the model."""
         return tuple((forward.start, forward.stop) for forward in self.forwards)
 
-    def reused(self, index: int) -> int:
-        """Tokens of chunk ``index`` that did not go through the model."""
-        start = index * self.chunk_tokens
-        stop = start + self.chunk_tokens
-        again = sum(max(0, min(b, stop) - max(a, start)) for a, b in self.computed)
-        return self.chunk_tokens - again
+    def loaded(self, index: int) -> int:
+        """Tokens of chunk ``index`` that were neither in the row nor computed."""
+        first, (_, end) = index * self.chunk_tokens, self.computed[-1]
+        start, stop = max(first, self.resident), min(first + self.chunk_tokens, end)
+        computed = sum(max(0, min(b, stop) - max(a, start)) for a, b in self.computed)
+        return max(0, stop - start) - computed
+
+    def cached(self, tiers: Mapping[int, str]) -> dict[str, int]:
+        """Tokens that were not computed, by tier.
+
+        Args:
+            tiers: Where chunks could be loaded from, by index.
+        """
+        found = {"device": self.resident}
+        for index, tier in tiers.items():
+            found[tier] = found.get(tier, 0) + self.loaded(index)
+        return {tier: tokens for tier, tokens in found.items() if tokens}
 
 
 class Row:
@@ -118,7 +140,8 @@ class Runner:
         chunk_tokens: Tokens per chunk.
         cuts: Where prefills are cut.
         streams: Where copies run; by default on the compute queue.
-        resident_rows: Finished rows that keep their KV.
+        resident_rows: Rows that keep their KV when they have finished.
+        resting_bytes: What these may hold together.
     """
 
     def __init__(
@@ -127,7 +150,9 @@ class Runner:
         chunk_tokens: int,
         cuts: Cuts,
         streams: Streams | None = None,
+        *,
         resident_rows: int = 0,
+        resting_bytes: float = math.inf,
     ) -> None:
         self._model = loaded.model
         self._device = loaded.device
@@ -138,14 +163,17 @@ class Runner:
         self._itemsize = loaded.dtype.itemsize
         self._window = loaded.context_window
         self._rows = RowPool(
-            lambda: RowBuffer(loaded.shapes, loaded.dtype, loaded.device), resident_rows
+            lambda: RowBuffer(loaded.shapes, loaded.dtype, loaded.device),
+            resident_rows,
+            resting_bytes,
+            cuts.align,
         )
         self._cache_argument = _compat.cache_argument(loaded.model)
         self._partial_logits = _compat.takes_logits_to_keep(loaded.model)
 
     @property
     def buffer_bytes(self) -> int:
-        """Working KV memory, in bytes."""
+        """Working KV memory, rows at rest included, in bytes."""
         return self._rows.nbytes
 
     def usable_chunks(self, tokens: int) -> int:
@@ -159,15 +187,15 @@ class Runner:
     def make_ready(self) -> None:
         """Allocate and touch rows, so that the first requests need not.
 
-        Each as long as the context window, but at most ``_READY_BYTES``.
+        Each as long as the context window, together at most ``READY_BYTES``.
         """
         per_token = sum(
             shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in self._shapes
         )
-        affordable = _READY_BYTES // (per_token * self._itemsize)
+        affordable = READY_BYTES // _READY_ROWS // (per_token * self._itemsize)
         rows = [
             self.open_row(min(self._window, affordable))
-            for _ in range(max(1, self._rows.most))
+            for _ in range(min(max(1, self._rows.most), _READY_ROWS))
         ]
         for row in rows:
             row.cache.buffer.clear(row.cache.buffer.capacity)
@@ -179,7 +207,7 @@ class Runner:
 
     def resident(self, prompt: Sequence[int]) -> int:
         """Leading tokens of a prompt with which a row could be opened now. Pure."""
-        return self._usable_tokens(self._rows.common(prompt), prompt)
+        return self._rows.resident(prompt)
 
     def open_row(self, tokens: int, prompt: Sequence[int] = ()) -> Row:
         """A row with room for ``tokens`` tokens (padding is added here).
@@ -187,15 +215,12 @@ class Runner:
         Args:
             tokens: Prompt and output together.
             prompt: Whose KV is taken over, as far as a row at rest holds it.
+
+        Raises:
+            DeviceMemoryError: If there is no memory for it.
         """
-        buffer, common = self._rows.take(prompt)
-        resident = self._usable_tokens(common, prompt)
         room = round_up(tokens, max(self.cuts.pad, KEY_BLOCK))
-        try:
-            buffer.reserve(room, keep=resident)
-        except BaseException:
-            self._rows.give_back(buffer, (), 0)
-            raise
+        buffer, resident = self._rows.take(prompt, room)
         return Row(LayerwiseCache(buffer, self.streams), resident)
 
     def close_row(self, row: Row) -> None:
@@ -206,32 +231,28 @@ class Runner:
         """Have no later request go on from any row that there is now."""
         self._rows.forget()
 
-    def _usable_tokens(self, common: int, prompt: Sequence[int]) -> int:
-        """Of so many tokens in place, those that need not be computed again."""
-        last = max(0, len(prompt) - 1)
-        return min(common, last) // self.cuts.align * self.cuts.align
-
     def prefill(self, row: Row, tokens: Sequence[int], io: ChunkIO) -> Prefilled:
         """KV for all ``tokens`` and the logits of the last.
 
         Raises:
             ModelError: If the forward pass fails.
         """
-        position, waited = row.resident, 0.0
+        position = resident = row.resident
         logits, forwards, filled = torch.empty(0), list[Forward](), set[int]()
-        resident = position
+        waited = 0.0
         while position < len(tokens):
             io.between()
-            waited += self._settle(position, io)
+            began = time.perf_counter()
             if not forwards:
-                position = resident = self._aligned(position, io)
+                position = resident = self._taken_over(position, io)
+            self._settle(position, io)
+            waited += time.perf_counter() - began
             segment = self._next_segment(position, len(tokens), io)
             stores = io.stores(segment.stop // self._chunk_tokens, filled)
-            try:
-                logits, forward = self._run_segment(row, tokens, segment, stores, io)
-            except ChunkLostError as lost:
-                io.lost(lost.index)
-                continue  # the same forward again, without that chunk
+            done = self._try_segment(row, tokens, segment, stores, io)
+            if done is None:
+                continue
+            logits, forward = done
             for index in stores:
                 io.filled(index)
             filled.update(stores)
@@ -250,21 +271,24 @@ class Runner:
             row.tokens.append(token)
         return logits
 
-    def _settle(self, position: int, io: ChunkIO) -> float:
-        """Have the reads settled that the next forward depends on; returns seconds."""
-        began = time.perf_counter()
+    def _taken_over(self, resident: int, io: ChunkIO) -> int:
+        """How many of the tokens that a row was opened with are left as they are.
+
+        Of a chunk that is only begun the whole can be loaded, if it is stored.
+        """
+        index = resident // self._chunk_tokens
+        if index in io.pending:
+            self._settle(resident, io)
+        return index * self._chunk_tokens if index in io.sources else resident
+
+    def _settle(self, position: int, io: ChunkIO) -> None:
+        """Have the reads settled that the next forward depends on."""
         while (
             index := front_chunk(position, self._chunk_tokens, io.sources)
         ) in io.pending:
             io.settle(index)
             if index in io.pending:
                 raise RuntimeError(f"settle({index}) left the chunk pending")
-        return time.perf_counter() - began
-
-    def _aligned(self, position: int, io: ChunkIO) -> int:
-        """Go back to the start of a chunk that can be loaded whole."""
-        index = position // self._chunk_tokens
-        return index * self._chunk_tokens if index in io.sources else position
 
     def _next_segment(self, position: int, total: int, io: ChunkIO) -> Segment:
         heads = {index: head.tokens for index, head in io.heads.items()}
@@ -278,6 +302,24 @@ class Runner:
             heads,
         )
 
+    def _try_segment(
+        self,
+        row: Row,
+        tokens: Sequence[int],
+        segment: Segment,
+        stores: Sequence[int],
+        io: ChunkIO,
+    ) -> tuple[torch.Tensor, Forward] | None:
+        """Run one forward; ``None`` if it is to be repeated, as things have changed."""
+        try:
+            return self._run_segment(row, tokens, segment, stores, io)
+        except ChunkLostError as lost:
+            io.lost(lost.index)
+        except DeviceMemoryError:
+            if not self._rows.give_up():
+                raise
+        return None
+
     def _run_segment(
         self,
         row: Row,
@@ -287,22 +329,22 @@ class Runner:
         io: ChunkIO,
     ) -> tuple[torch.Tensor, Forward]:
         """Run one forward; returns the last token's logits."""
+        clock, done = LayerClock(self.streams.stopwatch), 0
         began = time.perf_counter()
         part = tokens[segment.start : segment.stop]
-        clock, done = LayerClock(self.streams.stopwatch), 0
-        row.cache.begin(
-            segment.start,
-            io.loads(segment, self._chunk_tokens),
-            in_runs(io.sinks, stores, self._chunk_tokens),
-            clock,
-        )
         try:
+            row.cache.begin(
+                segment.start,
+                io.loads(segment, self._chunk_tokens),
+                in_runs(io.sinks, stores, self._chunk_tokens),
+                clock,
+            )
             logits = self.forward_range(row, part, segment.start)
             clock.end()
             done = len(part)
-        finally:
+        finally:  # whatever fails, copies may have begun
             copied = row.cache.end(done)
-        seconds = time.perf_counter() - began - copied.waited
+        seconds = time.perf_counter() - began
         return logits, Forward(segment.start, segment.stop, seconds, copied, clock)
 
     def forward_range(
@@ -341,6 +383,11 @@ class Runner:
                     use_cache=True,
                     **options,
                 )
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"the forward pass ran out of memory: {error}; use a shorter prompt or "
+                "another device"
+            ) from error
         except (RuntimeError, ValueError, IndexError) as error:
             raise ModelError(f"the forward pass failed: {error}") from error
         logits: torch.Tensor = output.logits

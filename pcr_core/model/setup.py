@@ -7,25 +7,32 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from pcr_core.config import EngineConfig
 from pcr_core.errors import ConfigError, ModelError, UnsupportedModelError
 from pcr_core.index.chunk import Namespace
+from pcr_core.memory import available_bytes
 from pcr_core.model import probe
 from pcr_core.model.attention import (
     AttentionPlan,
     KvAttention,
     attention_installed,
-    plan_attention,
 )
+from pcr_core.model.attention_probe import plan_attention
 from pcr_core.model.fingerprint import model_fields
+from pcr_core.model.lean import lean_layers_installed
 from pcr_core.model.linear import plan_layers, row_tiles_installed
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.overlap import OverlapChoice, choose_overlap
 from pcr_core.model.prefill_plan import Cuts, free, grid, shape_independent
-from pcr_core.model.runner import Runner
+from pcr_core.model.runner import READY_BYTES, Runner
 from pcr_core.model.streams import streams_opened
 
 _IN_USE = "_pcr_engine_in_use"
+_PART = 8
+_MOST_HOST_BYTES = 2**30
+"""On a CPU, where the DRAM tier holds the same KV once more."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
         attention = KvAttention(verdict.attention)
         with (
             attention_installed(loaded.model, attention),
+            lean_layers_installed(loaded.model, attention),
             row_tiles_installed(loaded.model, verdict.layers),
             ExitStack() as lifetimes,
         ):
@@ -75,7 +83,12 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
                 streams_opened(loaded.device, overlap.mode)
             )
             runner = Runner(
-                loaded, config.chunk_tokens, cuts, streams, config.resident_rows
+                loaded,
+                config.chunk_tokens,
+                cuts,
+                streams,
+                resident_rows=config.resident_rows,
+                resting_bytes=resting_bytes(loaded.device),
             )
             fields += [
                 ("chunk", str(config.chunk_tokens).encode()),
@@ -90,7 +103,17 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
         delattr(loaded.model, _IN_USE)
 
 
+def resting_bytes(device: torch.device) -> int:
+    """What finished rows may hold together: a part of the memory that is left."""
+    if device.type == "cuda":
+        left, _ = torch.cuda.mem_get_info(device)
+        return max(READY_BYTES, left // _PART)
+    return max(READY_BYTES, min(_MOST_HOST_BYTES, available_bytes() // _PART))
+
+
 def _overlap(loaded: LoadedModel, config: EngineConfig, cuts: Cuts) -> OverlapChoice:
+    if loaded.device.type not in ("cpu", "cuda"):
+        return OverlapChoice("none")  # no copy streams of its own
     if config.overlap != "auto":
         return OverlapChoice(config.overlap)
     folder = config.cache_path / "probes"
@@ -108,16 +131,20 @@ def choose_cuts(config: EngineConfig, *, exact_is_free: bool) -> Cuts:
 
 def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:
     """Measure this machine, test exactness end to end, and remember both."""
-    eligible = probe.may_be_shape_independent(loaded)
-    layers = plan_layers(loaded.model)
     plan = AttentionPlan()
     if loaded.device.type == "cpu":
         heads = loaded.model.config.get_text_config().num_attention_heads
-        plan = plan_attention(heads, loaded.shapes, loaded.dtype)
+        window = loaded.context_window
+        plan = plan_attention(heads, loaded.shapes, loaded.dtype, window)
+    attention = KvAttention(plan)
     with (
-        attention_installed(loaded.model, KvAttention(plan)),
-        row_tiles_installed(loaded.model, layers),
+        attention_installed(loaded.model, attention),
+        lean_layers_installed(loaded.model, attention),
+        ExitStack() as tiles,
     ):
+        eligible = probe.may_be_shape_independent(loaded)
+        layers = plan_layers(loaded.model)
+        tiles.enter_context(row_tiles_installed(loaded.model, layers))
         try:
             exact = eligible and probe.is_shape_independent(loaded, chunk_tokens)
             probe.identity_digest(Runner(loaded, chunk_tokens, free()), loaded)

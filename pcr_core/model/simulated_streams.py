@@ -2,8 +2,9 @@
 
 Every copy is put off as far as the waits allow, and its destination holds NaN until
 then, so that a missing wait shows as a wrong number on a CPU, in every run. A copy that
-is not ordered behind what compute has done to its memory never becomes right. What it
-all takes is told by a virtual clock, so no test depends on the machine.
+is not ordered behind what compute has done to its memory never becomes right, and one
+whose source is changed before the copy is known to be done becomes wrong. What it all
+takes is told by a virtual clock, so no test depends on the machine.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class SimulatedCompute:
         self.forwards = 0
         self.layers = 0
 
+    def begin(self) -> float:
+        """Now."""
+        return self.now
+
     def mark(self) -> float:
         """Now."""
         return self.now
@@ -52,7 +57,16 @@ class SimulatedCompute:
 
 @dataclass(slots=True)
 class _Queued:
-    """One layer's copies."""
+    """One layer's copies.
+
+    Attributes:
+        span: When they run.
+        copies: What is copied.
+        ordered: Whether they come after the last change of their memory.
+        sources: What the sources held when the copies were queued.
+        done: Whether compute has waited for them. They may run until they are drained
+            all the same, as far as the host knows.
+    """
 
     span: Span
     copies: Sequence[Copy]
@@ -83,7 +97,6 @@ class SimulatedLane:
         self._bandwidth = bandwidth
         self._progress = progress
         self._fenced: int | None = None
-        self._after = 0.0
         self._free = 0.0
         self._queue: list[_Queued] = []
 
@@ -93,13 +106,14 @@ class SimulatedLane:
         return len(self._queue)
 
     def fence(self) -> None:
-        """See ``Lane``."""
-        self._fenced, self._after = self._progress(), self._compute.now
+        """See ``Lane``; spoils copies that were not drained, like ``drain``."""
+        self._spoil_the_changed()
+        self._fenced = self._progress()
 
     def copy(self, layer: int, copies: Sequence[Copy]) -> None:
         """See ``Lane``; poisons the targets."""
         size = sum(one.source.nbytes for one in copies)
-        start = max(self._free, self._after)
+        start = max(self._free, self._compute.now)
         self._free = start + size / self._bandwidth
         queued = _Queued(
             Span(layer, start, self._free),
@@ -120,14 +134,18 @@ class SimulatedLane:
 
     def drain(self) -> list[Span]:
         """See ``Lane``; spoils copies whose source has changed since they began."""
+        self._spoil_the_changed()
         for queued in self._queue:
-            if queued.done and not _unchanged(queued):
-                _spoil(queued)
             _perform(queued)
             self._compute.now = max(self._compute.now, queued.span.stop)
         spans = [queued.span for queued in self._queue]
         self._queue = []
         return spans
+
+    def _spoil_the_changed(self) -> None:
+        for queued in self._queue:
+            if queued.done and not _unchanged(queued):
+                _spoil(queued)
 
 
 class SimulatedInlineLane:

@@ -75,19 +75,25 @@ class Lane(Protocol):
 class Stopwatch(Protocol):
     """Tells when the compute queue came by. Engine thread only."""
 
+    def begin(self) -> Any:
+        """A forward begins: this place in the compute queue."""
+
     def mark(self) -> Any:
         """This place in the compute queue."""
 
     def seconds(self, mark: Any) -> float:
         """When compute came by there, in seconds of ``time.perf_counter``.
 
-        On a GPU only after it has: call ``Lane.drain`` of the last copies, or
-        synchronise, before.
+        On a GPU it blocks until compute has come by.
         """
 
 
 class HostStopwatch:
     """Where compute runs on the caller's thread: a mark is the time itself."""
+
+    def begin(self) -> float:
+        """Now."""
+        return time.perf_counter()
 
     def mark(self) -> float:
         """Now."""
@@ -212,21 +218,28 @@ class WorkerLane:
             raise RuntimeError(f"a copy of KV failed: {error}") from error
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queued or self._closing)
-                if not self._queued:
-                    return
-                layer, copies = self._queued.popleft()
-            start, error = time.perf_counter(), _copied(copies)
-            del copies  # an idle thread must not hold somebody's memory
-            with self._changed:
-                self._spans.append(Span(layer, start, time.perf_counter()))
-                self._error = self._error or error
-                self._undone[layer] -= 1
-                if not self._undone[layer]:
-                    del self._undone[layer]
-                self._changed.notify_all()
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Do the next copies; ``False`` at the end.
+
+        A function of its own, so that an idle thread holds nobody's memory.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._queued or self._closing)
+            if not self._queued:
+                return False
+            layer, copies = self._queued.popleft()
+        start, error = time.perf_counter(), _copied(copies)
+        with self._changed:
+            self._spans.append(Span(layer, start, time.perf_counter()))
+            self._error = self._error or error
+            self._undone[layer] -= 1
+            if not self._undone[layer]:
+                del self._undone[layer]
+            self._changed.notify_all()
+        return True
 
 
 def _copied(copies: Sequence[Copy]) -> BaseException | None:
@@ -235,7 +248,7 @@ def _copied(copies: Sequence[Copy]) -> BaseException | None:
         for one in copies:
             np.copyto(_array(one.target), _array(one.source))
     except Exception as error:
-        return error
+        return error.with_traceback(None)  # its frames hold the memory
     return None
 
 

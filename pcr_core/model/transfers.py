@@ -203,7 +203,7 @@ class LayerClock:
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
-        self._begun = stopwatch.mark()
+        self._begun = stopwatch.begin()
         self._stops: list[Any] = []
         self._starts: list[Any] = []
 
@@ -218,6 +218,12 @@ class LayerClock:
     def end(self) -> None:
         """Compute has left the last layer."""
         self._stops.append(self._stopwatch.mark())
+
+    @property
+    def seconds(self) -> float:
+        """How long the forward took, if it has ended. On a GPU it blocks until then."""
+        seconds = self._stopwatch.seconds
+        return seconds(self._stops[-1]) - seconds(self._begun)
 
     def intervals(self, tokens: int) -> list[Interval]:
         """As pieces of a timeline, in seconds of ``time.perf_counter``."""

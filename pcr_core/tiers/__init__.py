@@ -2,6 +2,7 @@
 
 from pcr_core.tiers.audit import CheckReport
 from pcr_core.tiers.catalogue import ChunkState
+from pcr_core.tiers.cuda_registrar import CudaRegistrar
 from pcr_core.tiers.forgetting import Removed
 from pcr_core.tiers.host_pool import HostPool, Slot
 from pcr_core.tiers.io_pool import InlineIo, IoPool
@@ -10,6 +11,7 @@ from pcr_core.tiers.lease import Lease
 from pcr_core.tiers.manager import TierManager
 from pcr_core.tiers.opening import open_tiers
 from pcr_core.tiers.settings import TierSettings
+from pcr_core.tiers.slabs import SlabPlan
 from pcr_core.tiers.stop_policy import StopPolicy, stop_policy
 from pcr_core.tiers.store.chunk_store import ChunkStore
 from pcr_core.tiers.store.folder import prepare_folder
@@ -21,6 +23,7 @@ __all__ = [
     "CheckReport",
     "ChunkState",
     "ChunkStore",
+    "CudaRegistrar",
     "ForgetJob",
     "HostPool",
     "InlineIo",
@@ -28,6 +31,7 @@ __all__ = [
     "Lease",
     "NoStore",
     "Removed",
+    "SlabPlan",
     "Slot",
     "StopPolicy",
     "TierManager",

@@ -5,7 +5,8 @@ Counted once, when its lease ends. Moves nothing. Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from pcr_core.cost import PrefillTimes
 from pcr_core.index.adaptive import Adaptive
@@ -55,23 +56,32 @@ class Accounts:
 
     def end(self, lease: Lease) -> None:
         """Count one use of the whole path, what was found of it, what was missing."""
-        self._count(lease)
+        found = self._found(lease)
+        cached = sum(found.values())
+        self._count(lease, found)
         nodes = [chunk.node for chunk in lease.path]
-        missed = [index for index in range(len(nodes)) if index not in lease.sources]
-        cached = len(lease.sources) * self._chunk_tokens
+        missed = [i for i in range(lease.covered, len(nodes)) if i not in lease.sources]
         computed = lease.prompt_tokens - cached
         cost = self._prefill.seconds(cached, computed) / max(1, computed)
         self._tree.commit(nodes, self._clock(), missed=missed, cost=cost)
         if self._adaptive is not None:
             self._adaptive.observe(lease.keys, cost=cost)
 
-    def _count(self, lease: Lease) -> None:
+    def _found(self, lease: Lease) -> Mapping[str, int]:
+        """Tokens that were not computed, by tier."""
+        if lease.reused is not None:
+            return lease.reused
+        found = Counter(device=lease.covered * self._chunk_tokens)
+        for tier in lease.tiers.values():
+            found[tier] += self._chunk_tokens
+        return found
+
+    def _count(self, lease: Lease, found: Mapping[str, int]) -> None:
         stats = self._stats
-        found = list(lease.tiers.values())
-        dram, ssd = found.count("dram"), found.count("ssd")
         stats.requests += 1
-        stats.dram_hit_tokens += dram * self._chunk_tokens
-        stats.ssd_hit_tokens += ssd * self._chunk_tokens
-        stats.miss_tokens += lease.prompt_tokens - len(found) * self._chunk_tokens
-        if found:
-            stats.holes += max(lease.tiers) + 1 - len(found)
+        stats.device_hit_tokens += found.get("device", 0)
+        stats.dram_hit_tokens += found.get("dram", 0)
+        stats.ssd_hit_tokens += found.get("ssd", 0)
+        stats.miss_tokens += lease.prompt_tokens - sum(found.values())
+        if lease.tiers:
+            stats.holes += max(lease.tiers) + 1 - lease.covered - len(lease.tiers)

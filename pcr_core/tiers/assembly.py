@@ -17,6 +17,7 @@ from pcr_core.tiers.catalogue import Catalogue
 from pcr_core.tiers.dram import DramTier
 from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.forgetting import Forgetting
+from pcr_core.tiers.heads import Heads
 from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.jobs import Io
 from pcr_core.tiers.load_plan import LoadPlanner
@@ -31,9 +32,6 @@ from pcr_core.tiers.store.no_store import Store
 from pcr_core.tiers.trouble import TroubleLog
 from pcr_core.tiers.write_back import WriteBack
 
-_IN_FLIGHT = 256 * 2**20
-"""Bytes of reads made ahead at a time: enough for the time of a long prefill, during
-which nothing new is started."""
 _REMEMBERED = 65_536
 """Chunks whose use counts are remembered after they have left every tier."""
 
@@ -74,6 +72,7 @@ class Parts:
     loading: Loading
     prefetcher: Prefetcher
     forgetting: Forgetting
+    heads: Heads
     accounts: Accounts
 
 
@@ -98,18 +97,28 @@ def assemble(
     catalogue = Catalogue(tree, store, fmt.namespace.root, trouble, log)
     size, notes = fmt.file_nbytes, _Notes(stats=stats, trouble=trouble)
     room = SsdRoom(tree, store, io, catalogue, size, log=log, **notes)
-    writes = WriteBack(tree, dram, room, io, fmt, settings.write_policy, **notes)
+    policies, share = settings.write_policy, pool.reserves.writes
+    writes = WriteBack(tree, dram, room, io, fmt, policies, share=share, **notes)
     dram.save = writes.save_leaving
     forgetting = Forgetting(tree, dram, writes, store, io, log=log, **notes)
     reads = ReadIn(tree, dram, io, fmt, stats, trouble, room.lost)
-    limit = min(_IN_FLIGHT, pool.nbytes // 2) if settings.stop.ahead else 0
+    limit = pool.reserves.reads_ahead * fmt.layout.nbytes if settings.stop.ahead else 0
     adaptive = policy if isinstance(policy, Adaptive) else None
     tokens = fmt.layout.chunk_tokens
     accounts = Accounts(tree, adaptive, stats, shared.prefill, tokens, shared.clock)
     loading = _loading(dram, reads, forgetting, fmt, settings, shared)
     prefetcher = _prefetcher(tree, reads, catalogue, fmt, limit, stats)
     moving = (room, writes, reads, loading, prefetcher)
-    return Parts(fmt, tree, adaptive, dram, catalogue, *moving, forgetting, accounts)
+    heads = Heads(
+        tree,
+        dram,
+        forgetting,
+        root=fmt.namespace.root,
+        chunk_tokens=tokens,
+        shortest=settings.shortest_head,
+    )
+    about = (forgetting, heads, accounts)
+    return Parts(fmt, tree, adaptive, dram, catalogue, *moving, *about)
 
 
 class _Notes(TypedDict):
@@ -133,6 +142,7 @@ def _loading(
         fmt.layout.chunk_tokens,
         fmt.file_nbytes,
         settings.longest_forward,
+        len(fmt.layout.layers),
     )
     return Loading(
         dram,

@@ -15,6 +15,8 @@ from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
 from pcr_core.tiers.eviction_log import EvictionLog
 from pcr_core.tiers.host_pool import HostPool, Slot
+from pcr_core.tiers.siblings import Siblings
+from pcr_core.tiers.store.chunk_file import ChunkId
 
 RUNNING = -1
 """Queue position of a request that runs: before everybody who waits."""
@@ -33,6 +35,7 @@ class DramTier:
         save: Asked about each victim; returns True if the chunk is being written to
             SSD now and must stay until that is done.
         fetched: Chunks that were brought here ahead of their first use.
+        siblings: The chunks with a slot, by what they hold.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class DramTier:
     ) -> None:
         self.save: Callable[[Node], bool] = lambda victim: False
         self.fetched: set[Node] = set()
+        self.siblings = Siblings()
         self._pool = pool
         self._tree = tree
         self._stats = stats
@@ -69,11 +73,14 @@ class DramTier:
         """The bytes of a chunk that has a slot."""
         return self._slots[node.key].view
 
-    def reserve(self, node: Node, position: int = RUNNING) -> Slot | None:
+    def reserve(
+        self, node: Node, chunk: ChunkId, position: int = RUNNING
+    ) -> Slot | None:
         """Get a slot for a chunk, evicting others if need be.
 
         Args:
             node: The chunk; its host state becomes ``FILLING``.
+            chunk: Its identity.
             position: Queue position of the request that wants it. Chunks reserved for
                 a request at this position or before it are not evicted.
 
@@ -91,6 +98,7 @@ class DramTier:
             self.evict(victim)
             slot = self._pool.allocate()
         self._slots[node.key] = slot
+        self.siblings.add(node, chunk.parent, chunk.tokens)
         self._tree.advance_host(node, Event.RESERVE)
         return slot
 
@@ -106,6 +114,7 @@ class DramTier:
         """Take a chunk's slot back."""
         self.fetched.discard(node)
         self._pool.free(self._slots.pop(node.key))
+        self.siblings.remove(node)
         self._tree.advance_host(node, event)
 
     def take_fetched(self, node: Node) -> bool:
@@ -120,6 +129,7 @@ class DramTier:
         """Let go of all slots."""
         self._slots = {}
         self.fetched.clear()
+        self.siblings = Siblings()
         self._pool.close()
 
 

@@ -1,18 +1,13 @@
-"""Writes what is only in DRAM, in batches, from whichever thread asks for it."""
+"""Writes what is only in DRAM, from whichever thread asks for it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol, TypeVar
 
-from pcr_core.index.node import Node
 from pcr_core.tiers.jobs import Io
 from pcr_core.tiers.write_back import WriteBack
-
-_BATCH_BYTES = 32 * 2**20
-"""So much fits into the smallest write queue there is, twice."""
 
 T = TypeVar("T")
 
@@ -35,29 +30,29 @@ class Flush:
     Args:
         writes: Knows what is unsaved, and queues it.
         io: Does it.
-        file_nbytes: Bytes of a chunk's file.
+        poll: Takes in what is done, which makes room for more.
     """
 
-    def __init__(self, writes: WriteBack, io: Io, file_nbytes: int) -> None:
+    def __init__(self, writes: WriteBack, io: Io, poll: Callable[[], None]) -> None:
         self._writes = writes
         self._io = io
-        self._batch = max(1, _BATCH_BYTES // file_nbytes)
+        self._poll = poll
 
     def __call__(self, timeout: float | None, run: Caller) -> bool:
         """Write everything unsaved and wait for it; see ``TierManager.flush``."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        for batch in run(self._batches):
-            run(partial(self._queue, batch))
+        run(self._begin)
+        while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._io.flush(left):
                 return False
-        return True
+            if not run(self._goes_on):
+                return True
 
-    def _batches(self) -> list[list[Node]]:
-        """What is unsaved; never empty, as recency may have to be written."""
-        nodes, size = self._writes.unsaved(), self._batch
-        return [nodes[at : at + size] for at in range(0, len(nodes), size)] or [[]]
-
-    def _queue(self, batch: list[Node]) -> None:
-        self._writes.write(batch)
+    def _begin(self) -> None:
+        self._writes.write(self._writes.unsaved())
         self._writes.send_touches()
+
+    def _goes_on(self) -> bool:
+        self._poll()
+        return self._writes.busy

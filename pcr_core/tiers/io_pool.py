@@ -22,7 +22,9 @@ from pcr_core.tiers.jobs import (
     fail,
     finish,
     finish_group,
+    finish_layers,
 )
+from pcr_core.tiers.read_queue import Busy, ReadQueue, Turn
 
 _log = logging.getLogger("pcr_core.tiers")
 
@@ -38,6 +40,12 @@ class InlineIo:
         """Read now."""
         finish(self._backend, job)
         self._done.append(job)
+
+    def read_layers(self, jobs: Sequence[ReadJob]) -> None:
+        """Read all of them now."""
+        for _ in finish_layers(self._backend, jobs):
+            pass
+        self._done.extend(jobs)
 
     def hurry(self, job: ReadJob) -> None:
         """Do nothing: it has ended."""
@@ -65,6 +73,10 @@ class InlineIo:
         """Return True: they have ended."""
         return True
 
+    def wait_layer(self, job: ReadJob, layer: int, timeout: float) -> bool:
+        """Return True: it has ended."""
+        return True
+
     def flush(self, timeout: float | None = None) -> bool:
         """Return True: nothing waits."""
         return True
@@ -77,15 +89,12 @@ class InlineIo:
 class IoPool:
     """Reader threads and one writer thread. Submit and poll from the engine thread.
 
-    The write queue is bounded by bytes and count. When it is full, the waiting write
-    of the lowest stamp is dropped: the least recently used request's last chunk, never
-    the root of the path that is being stored.
+    Queues have no limit of their own: whoever submits owns the slots, and knows how
+    many of them may be here.
 
     Args:
         backend: Does the work.
         readers: Reader threads.
-        max_write_bytes: Bytes of DRAM that may wait for the writer.
-        max_writes: Writes that may wait for it.
         group: Most jobs the writer takes at once; they share one index commit.
         on_progress: Called on a worker's thread after jobs have ended, so that an
             engine thread without other work knows that there is something to poll.
@@ -96,28 +105,22 @@ class IoPool:
         backend: Backend,
         *,
         readers: int = 2,
-        max_write_bytes: int = 512 * 2**20,
-        max_writes: int = 1024,
         group: int = 16,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._backend = backend
         self._on_progress = on_progress
-        self._max_write_bytes = max_write_bytes
-        self._max_writes = max_writes
         self._group = group
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._progress = threading.Condition(self._lock)
-        self._urgent: deque[ReadJob] = deque()
-        self._ahead: deque[ReadJob] = deque()
+        self._reads = ReadQueue()
         self._writes: deque[WriterJob] = deque()
-        self._waiting_writes = 0
-        self._waiting_bytes = 0
         self._running: set[Job] = set()
         self._done: deque[Job] = deque()
         self._closing = False
         self._live_readers = readers
+        self._busy = Busy(time.perf_counter)
         self._writer_error: BaseException | None = None
         self._reader_error: BaseException | None = None
         self._threads = [
@@ -133,40 +136,34 @@ class IoPool:
     def read(self, job: ReadJob) -> None:
         """Queue a read; urgent ones first, otherwise in the order they came."""
         with self._lock:
-            if self._closing or self._reader_error is not None:
-                self._end([job], self._reader_error or _closed())
-                return
-            (self._urgent if job.urgent else self._ahead).append(job)
-            self._work.notify_all()
+            if not self._refuses([job]):
+                self._reads.add(job)
+                self._work.notify_all()
+
+    def read_layers(self, jobs: Sequence[ReadJob]) -> None:
+        """Queue urgent reads that are made side by side, layer by layer."""
+        with self._lock:
+            if not self._refuses(jobs):
+                self._reads.add_layers(jobs, self._live_readers)
+                self._work.notify_all()
 
     def hurry(self, job: ReadJob) -> None:
         """Make a queued read urgent; no matter if it runs or has ended."""
         with self._lock:
-            job.urgent = True
-            if job in self._ahead:
-                self._ahead.remove(job)
-                self._urgent.append(job)
+            self._reads.hurry(job)
 
     def cancel(self, job: ReadJob) -> bool:
         """Take back a read that has not started; see ``Io``."""
         with self._lock:
-            for queue in (self._urgent, self._ahead):
-                if job in queue:
-                    queue.remove(job)
-                    return True
-        return False
+            return self._reads.cancel(job)
 
     def write(self, job: WriterJob) -> None:
-        """Queue a job of the writer, dropping waiting writes if the queue is full."""
+        """Queue a job of the writer."""
         with self._lock:
             if self._closing or self._writer_error is not None:
                 self._end([job], self._writer_error or _closed())
                 return
             self._writes.append(job)
-            if isinstance(job, WriteJob):
-                self._waiting_writes += 1
-                self._waiting_bytes += len(job.view)
-                self._shed()
             self._work.notify_all()
 
     def poll(self) -> list[Job]:
@@ -183,8 +180,7 @@ class IoPool:
             return self._progress.wait_for(
                 lambda: (
                     wanted.isdisjoint(self._running)
-                    and wanted.isdisjoint(self._urgent)
-                    and wanted.isdisjoint(self._ahead)
+                    and wanted.isdisjoint(self._reads)
                     and wanted.isdisjoint(self._writes)
                 ),
                 timeout,
@@ -195,11 +191,15 @@ class IoPool:
         wanted = set(jobs)
         with self._lock:
             return self._progress.wait_for(
-                lambda: (
-                    not wanted
-                    <= self._running.union(self._urgent, self._ahead, self._writes)
-                ),
+                lambda: not wanted <= self._running.union(self._reads, self._writes),
                 timeout,
+            )
+
+    def wait_layer(self, job: ReadJob, layer: int, timeout: float) -> bool:
+        """Block until a read has come further, or has ended; see ``Io``."""
+        with self._lock:
+            return self._progress.wait_for(
+                lambda: job.layers > layer or self._has_ended(job), timeout
             )
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -220,13 +220,15 @@ class IoPool:
         self.flush(timeout)
         with self._lock:
             self._closing = True
+            for running in self._running:
+                if isinstance(running, ReadJob):
+                    running.wanted = False
             for job in self._writes:
                 if isinstance(job, WriteJob):
                     job.outcome = WriteOutcome.DROPPED
-            self._end_reads(_closed())
+            self._end(self._reads.clear(), _closed())
             self._end(self._writes, _closed())
             self._writes.clear()
-            self._waiting_writes = self._waiting_bytes = 0
             self._work.notify_all()
         for thread in self._threads:
             thread.join(max(1.0, deadline - time.monotonic()))
@@ -235,29 +237,19 @@ class IoPool:
             _log.error("%s hangs in a system call; left behind", ", ".join(hanging))
         return not hanging
 
+    def _refuses(self, jobs: Sequence[ReadJob]) -> bool:
+        """Fail reads for which there is no reader any more. Lock held."""
+        if self._closing or self._reader_error is not None:
+            self._end(jobs, self._reader_error or _closed())
+            return True
+        return False
+
+    def _has_ended(self, job: ReadJob) -> bool:
+        return job.outcome is not None and job not in self._running
+
     def _writer_idle(self) -> bool:
         busy = any(not isinstance(job, ReadJob) for job in self._running)
         return not self._writes and not busy
-
-    def _shed(self) -> None:
-        while (
-            self._waiting_writes > self._max_writes
-            or self._waiting_bytes > self._max_write_bytes
-        ):
-            oldest = min(
-                (job for job in self._writes if isinstance(job, WriteJob)),
-                key=lambda job: job.stamp,
-            )
-            self._writes.remove(oldest)
-            self._forget_waiting(oldest)
-            oldest.outcome = WriteOutcome.DROPPED
-            self._done.append(oldest)
-            self._progress.notify_all()
-
-    def _forget_waiting(self, job: WriterJob) -> None:
-        if isinstance(job, WriteJob):
-            self._waiting_writes -= 1
-            self._waiting_bytes -= len(job.view)
 
     def _end(self, jobs: Iterable[Job], error: BaseException | None = None) -> None:
         """Hand jobs over to ``poll``, failed if there is an error. Lock held."""
@@ -268,31 +260,36 @@ class IoPool:
         self._done.extend(ended)
         self._progress.notify_all()
 
-    def _end_reads(self, error: BaseException) -> None:
-        """Fail every read that has not started. Lock held."""
-        for queue in (self._urgent, self._ahead):
-            self._end(queue, error)
-            queue.clear()
-
     def _run_reader(self) -> None:
-        while True:
+        while (turn := self._take_turn()) is not None:
             with self._lock:
-                self._work.wait_for(
-                    lambda: self._urgent or self._ahead or self._closing
-                )
-                queue = self._urgent or self._ahead
-                if not queue:
-                    return
-                job = queue.popleft()
-                self._running.add(job)
-                job.parallel = sum(isinstance(one, ReadJob) for one in self._running)
+                mark = self._busy.change(1)
             try:
-                finish(self._backend, job)
+                for _ in turn.run(self._backend, turn.jobs):
+                    self._tell(turn, mark)
             except BaseException as error:
-                self._reader_died(job, error)
+                self._reader_died(turn, error)
                 return
             with self._lock:
-                self._end([job])
+                self._busy.change(-1)
+
+    def _take_turn(self) -> Turn | None:
+        """Wait for something to read; ``None`` at the end."""
+        with self._lock:
+            self._work.wait_for(lambda: self._reads or self._closing)
+            turn = self._reads.take()
+            if turn is not None:
+                self._running.update(turn.jobs)
+            return turn
+
+    def _tell(self, turn: Turn, mark: tuple[float, float]) -> None:
+        """Hand over what has ended, and wake whoever waits for the rest."""
+        with self._lock:
+            ended = [job for job in turn.jobs if job.outcome and job in self._running]
+            for job in ended:
+                job.parallel = self._busy.mean(mark)
+            self._end(ended)
+        if ended:
             self._on_progress()
 
     def _run_writer(self) -> None:
@@ -314,20 +311,19 @@ class IoPool:
     def _take_group(self) -> list[WriterJob]:
         jobs: list[WriterJob] = []
         while self._writes and len(jobs) < self._group:
-            job = self._writes.popleft()
-            self._forget_waiting(job)
-            jobs.append(job)
+            jobs.append(self._writes.popleft())
         self._running.update(jobs)
         return jobs
 
-    def _reader_died(self, job: ReadJob, error: BaseException) -> None:
+    def _reader_died(self, turn: Turn, error: BaseException) -> None:
         _log.critical("a reader thread died; its reads are recomputed", exc_info=error)
         with self._lock:
             self._live_readers -= 1
-            self._end([job], error)
+            self._busy.change(-1)
+            self._end([job for job in turn.jobs if job in self._running], error)
             if self._live_readers == 0:
                 self._reader_error = error
-                self._end_reads(error)
+                self._end(self._reads.clear(), error)
 
     def _writer_died(self, jobs: Sequence[WriterJob], error: BaseException) -> None:
         _log.critical("the writer died; nothing is stored any more", exc_info=error)
@@ -336,7 +332,6 @@ class IoPool:
             self._end(jobs, error)
             self._end(self._writes, error)
             self._writes.clear()
-            self._waiting_writes = self._waiting_bytes = 0
 
 
 def _closed() -> RuntimeError:

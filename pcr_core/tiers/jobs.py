@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,8 +34,12 @@ class ReadJob:
     Attributes:
         urgent: A request waits for it; goes before reads that are made ahead.
         begun: It has started: it cannot be taken back any more.
-        seconds: How long the read took, set with the outcome.
-        parallel: Reads that ran when it started, itself included.
+        wanted: Cleared when nobody needs it any more: a read layer by layer then ends
+            with the next one.
+        layers: Leading layers that are in place and verified. Grows only; all of them
+            are there exactly when the outcome is ``OK``.
+        seconds: How long the read took. Of reads made side by side, its own part.
+        parallel: Readers that were busy meanwhile, its own included; a mean.
     """
 
     format: ChunkFormat
@@ -42,10 +47,12 @@ class ReadJob:
     view: memoryview
     urgent: bool = True
     begun: bool = False
+    wanted: bool = True
+    layers: int = 0
     outcome: ReadOutcome | None = None
     error: BaseException | None = None
     seconds: float = 0.0
-    parallel: int = 1
+    parallel: float = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +60,7 @@ class WriteJob:
     """Make a chunk durable. The view is lent until the job is done.
 
     Attributes:
-        stamp: Recency of the chunk; the lowest is dropped first from a full queue.
+        stamp: Recency of the chunk.
         ancestors: Keys of the prompt's chunks, root first, up to this one's parent.
             What follows the parent is ignored, so the jobs of a prompt may share one
             list of all its keys.
@@ -164,6 +171,13 @@ class Backend(Protocol):
     def read(self, job: ReadJob) -> None:
         """Set the job's outcome (reader threads)."""
 
+    def read_layers(self, jobs: Sequence[ReadJob]) -> Generator[None, None, None]:
+        """Read chunks side by side: of each the first layers, then the next, ...
+
+        Yields whenever ``layers`` of some jobs have grown; outcomes come with it, or
+        before. Adds to ``seconds`` what each read takes. To be closed (reader threads).
+        """
+
     def commit(self, jobs: Sequence[WriterJob]) -> None:
         """Do the jobs in order and set their outcomes (the writer thread)."""
 
@@ -173,6 +187,12 @@ class Io(Protocol):
 
     def read(self, job: ReadJob) -> None:
         """Queue a read; urgent ones first, otherwise in the order they came."""
+
+    def read_layers(self, jobs: Sequence[ReadJob]) -> None:
+        """Queue urgent reads that are made side by side, layer by layer.
+
+        All of one format. They are shared out among the readers.
+        """
 
     def hurry(self, job: ReadJob) -> None:
         """Make a queued read urgent; a request waits for it now."""
@@ -205,6 +225,13 @@ class Io(Protocol):
             False if ``timeout`` seconds passed first.
         """
 
+    def wait_layer(self, job: ReadJob, layer: int, timeout: float) -> bool:
+        """Block until ``job.layers > layer``, or it has an outcome.
+
+        Returns:
+            False if ``timeout`` seconds passed first.
+        """
+
     def flush(self, timeout: float | None = None) -> bool:
         """Block until the writer has nothing left to do; False at the timeout."""
 
@@ -224,7 +251,26 @@ def finish(backend: Backend, job: ReadJob) -> None:
         backend.read(job)
     except Exception as error:
         job.error, job.outcome = error, ReadOutcome.FAILED
+    if job.outcome is ReadOutcome.OK:
+        job.layers = len(job.format.layout.layers)
     job.seconds = time.perf_counter() - started
+
+
+def finish_layers(
+    backend: Backend, jobs: Sequence[ReadJob]
+) -> Generator[None, None, None]:
+    """Run reads side by side; whatever that raises becomes the outcome of those left.
+
+    Yields whenever there is something new, and once more at the end.
+    """
+    for job in jobs:
+        job.begun = True
+    try:
+        with closing(backend.read_layers(jobs)) as steps:
+            yield from steps
+    except Exception as error:
+        fail(jobs, error)
+    yield
 
 
 def finish_group(backend: Backend, jobs: Sequence[WriterJob]) -> None:

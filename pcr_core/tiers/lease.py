@@ -10,6 +10,8 @@ from typing import Protocol
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.node import Node
+from pcr_core.tiers.convoy import Arrival
+from pcr_core.tiers.heads import Head
 from pcr_core.tiers.host_pool import Slot
 from pcr_core.tiers.read_in import Reading
 from pcr_core.tiers.store.chunk_file import ChunkId
@@ -29,6 +31,12 @@ class LeaseOwner(Protocol):
     def settle(self, lease: Lease, index: int) -> None:
         """Decide what becomes of a chunk whose read is under way."""
 
+    def complete(self, lease: Lease, index: int) -> None:
+        """Wait until an arriving chunk is there, or lost."""
+
+    def lose(self, lease: Lease, index: int) -> None:
+        """Take a chunk that will not come from the sources."""
+
     def release(self, lease: Lease) -> None:
         """End the lease: publish, unpin, write back."""
 
@@ -37,16 +45,22 @@ class Lease:
     """Slots to read and slots to fill for one prompt. Engine thread only.
 
     Use it as a context manager, call ``settle(i)`` when chunk ``i`` of ``pending`` is
-    needed, and ``filled(i)`` for each sink that was filled. However the block is left,
-    filled sinks are published, the others are freed, and the whole path counts as used
-    once.
+    needed, wait for each layer of those ``arriving`` before it is read, and call
+    ``filled(i)`` for each sink that was filled. However the block is left, filled sinks
+    are published, the others are freed, and the whole path counts as used once.
 
     Attributes:
         path: Every full chunk of the prompt, root first.
         keys: Their keys.
         prompt_tokens: Length of the prompt.
         readings: Reads under way that this lease waits for, by chunk index.
+        covered: Leading chunks that the device holds whole: they are not lent for
+            reading, and lent for filling if DRAM has lost them.
+        heads: Leading tokens of chunks that are not lent, in those that begin alike, by
+            index; a last partial chunk may have one. Valid until exit.
         done: Indices of the sinks that are filled.
+        reused: Prompt tokens that were not computed, by tier. Whoever computes says so;
+            ``None`` stands for all that was lent.
         patience: Seconds for which it would still wait for its reads.
         checkpoint: Called now and then during ``settle``; may raise to end it.
     """
@@ -57,24 +71,37 @@ class Lease:
         path: Sequence[PathChunk],
         keys: Sequence[ChunkKey],
         prompt_tokens: int,
+        covered: int = 0,
     ) -> None:
         self._owner = owner
         self._sources: dict[int, Slot] = {}
         self._sinks: dict[int, Slot] = {}
+        self._arriving: dict[int, Arrival] = {}
         self._tiers: dict[int, str] = {}
         self._open = True
         self.path = path
         self.keys = keys
         self.prompt_tokens = prompt_tokens
+        self.covered = covered
         self.readings: dict[int, Reading] = {}
+        self.heads: Mapping[int, Head] = {}
         self.done: set[int] = set()
+        self.reused: Mapping[str, int] | None = None
         self.patience = math.inf
         self.checkpoint: Callable[[], None] = lambda: None
 
     @property
     def sources(self) -> Mapping[int, Slot]:
-        """Chunk index -> slot to read, valid until exit. Grows as reads end."""
+        """Chunk index -> slot to read, valid until exit. Grows as reads end.
+
+        A chunk leaves it only by ``lost``, or while it is ``arriving``.
+        """
         return MappingProxyType(self._sources)
+
+    @property
+    def arriving(self) -> Mapping[int, Arrival]:
+        """Those of ``sources`` whose bytes are not all there yet; a live view."""
+        return MappingProxyType(self._arriving)
 
     @property
     def sinks(self) -> Mapping[int, Slot]:
@@ -94,6 +121,12 @@ class Lease:
         """Chunk index -> ``"dram"`` or ``"ssd"``, for each of ``sources``."""
         return MappingProxyType(self._tiers)
 
+    @property
+    def pinned(self) -> list[Node]:
+        """The chunks that it keeps from being evicted."""
+        others = [head.node for head in self.heads.values()]
+        return [*(chunk.node for chunk in self.path), *others]
+
     def settle(self, index: int) -> None:
         """Have it decided what becomes of a pending chunk; may block.
 
@@ -104,9 +137,26 @@ class Lease:
             self._owner.settle(self, index)
 
     def wait(self) -> None:
-        """Settle everything that is pending."""
+        """Settle everything that is pending, and have all sources complete."""
         while self.readings:
             self.settle(min(self.readings))
+        while self._arriving:
+            self.complete(min(self._arriving))
+
+    def complete(self, index: int) -> None:
+        """Have a chunk that is arriving complete, or lost; may block."""
+        if index in self._arriving:
+            self._owner.complete(self, index)
+
+    def lost(self, index: int) -> None:
+        """Give up a chunk for which waiting has raised ``ChunkLostError``.
+
+        Afterwards it is a sink, or neither that nor a source: its read does not end and
+        keeps the slot. If it is the disk that hangs or is too slow, the same becomes of
+        all others that are not complete.
+        """
+        if index in self._sources:
+            self._owner.lose(self, index)
 
     def filled(self, index: int) -> None:
         """Say that every byte of sink ``index`` is written.
@@ -126,13 +176,27 @@ class Lease:
 
     def arrived(self, index: int, slot: Slot) -> None:
         """A read has ended well."""
-        del self.readings[index]
-        self.add_source(index, slot, "ssd")
+        if self._arriving.pop(index, None) is None:
+            del self.readings[index]
+            self.add_source(index, slot, "ssd")
 
     def failed(self, index: int, slot: Slot) -> None:
         """A read has failed or was taken back: the chunk is to be computed."""
-        del self.readings[index]
+        if index in self._arriving:
+            self.withdraw(index)
+        else:
+            del self.readings[index]
         self.add_sink(index, slot)
+
+    def add_arrival(self, index: int, slot: Slot, arrival: Arrival) -> None:
+        """Lend a chunk that is being read layer by layer."""
+        self.add_source(index, slot, "ssd")
+        self._arriving[index] = arrival
+
+    def withdraw(self, index: int) -> None:
+        """Lend a chunk no more."""
+        self._arriving.pop(index, None)
+        del self._sources[index], self._tiers[index]
 
     def add_source(self, index: int, slot: Slot, tier: str) -> None:
         """Lend a complete chunk."""

@@ -3,18 +3,32 @@
 Loading is not always faster (PCR, arXiv 2603.23049: with one of its models the SSD
 makes things slower), and neither needs the whole run: computing from the front while
 loading from the back is faster than either when they are of a speed (Cake, ICML 2025).
-Pure decisions on measured rates. Engine thread only.
+A run that is read whole, layer by layer, hides the forward behind it, or is hidden by
+it, all but one layer. Pure decisions on measured rates. Engine thread only.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pcr_core.cost import PrefillTimes, ReadTimes
 
 _TRIAL = 32
 _WORTH = 0.9
+
+
+class Behind(NamedTuple):
+    """What the forward that needs a run computes.
+
+    Attributes:
+        cached: Tokens that are in place for it, the run included.
+        new: Tokens that it computes.
+    """
+
+    cached: int
+    new: int
 
 
 @dataclass(slots=True)
@@ -27,6 +41,7 @@ class LoadPlanner:
         chunk_tokens: Tokens per chunk.
         chunk_bytes: Bytes read per chunk.
         step: Longest forward in tokens, ``None`` for no limit.
+        layers: Layers of the model.
     """
 
     prefill: PrefillTimes
@@ -34,10 +49,17 @@ class LoadPlanner:
     chunk_tokens: int
     chunk_bytes: int
     step: int | None = None
+    layers: int = 1
     _refused: int = field(default=0, init=False)
 
     def split(
-        self, run: range, *, before: int = 0, after: int = 0, queued: int = 0
+        self,
+        run: range,
+        *,
+        before: int = 0,
+        after: int = 0,
+        queued: int = 0,
+        behind: Behind | None = None,
     ) -> int:
         """Where to cut a run of chunks that could be read.
 
@@ -55,6 +77,8 @@ class LoadPlanner:
             before: Tokens directly before the run that are computed anyway.
             after: Tokens directly behind the run that are computed anyway.
             queued: Bytes whose reads come first and will be waited for.
+            behind: The forward that begins with the first layers of the run, if it is
+                read whole; ``None`` if it is waited for first.
 
         Returns:
             Index of the first chunk to read; ``run.stop`` to compute them all.
@@ -62,8 +86,11 @@ class LoadPlanner:
         if not (self.prefill.ready and self.reads.ready):
             return run.start
 
+        overlap = self._overlap(len(run), behind) if behind is not None else 0.0
+
         def total(cut: int) -> float:
-            return self._total(run, cut, before, after, queued)
+            spent = self._total(run, cut, before, after, queued)
+            return spent - overlap if cut == run.start else spent
 
         # Of equals the first, as reading leaves the processor free.
         best = min((run.start, run.stop), key=total)
@@ -75,6 +102,10 @@ class LoadPlanner:
             return best
         self._refused += 1
         return run.stop - 1 if self._refused % _TRIAL == 0 else run.stop
+
+    def computing(self, cached: int, new: int) -> float:
+        """Expected seconds to compute tokens; infinite while that is unknown."""
+        return self._compute(cached, new) if self.prefill.ready else math.inf
 
     def crossover(self, limit: int) -> float | None:
         """Depth in tokens from which on reading a chunk beats computing it.
@@ -112,6 +143,16 @@ class LoadPlanner:
         read = self.reads.seconds(queued + (run.stop - cut) * self.chunk_bytes)
         computed = self._compute(start - before, front)
         return max(computed, read) + self._compute(end, after)
+
+    def _overlap(self, chunks: int, behind: Behind) -> float:
+        """Seconds in which a run is read and the forward behind it goes on, too.
+
+        The shorter of both, but for the layer with which either begins.
+        """
+        read = self.reads.seconds(chunks * self.chunk_bytes)
+        new = behind.new if self.step is None else min(behind.new, self.step)
+        shorter = min(read, self._compute(behind.cached, new))
+        return max(0.0, shorter - read / self.layers)
 
     def _meeting_point(self, run: range, before: int, queued: int) -> int:
         """The first cut at which computing the front takes as long as the reads."""

@@ -94,7 +94,7 @@ class TierManager:
         fmt = ChunkFormat(layout, namespace)
         parts = assemble(fmt, pool, store, io, settings, shared)
         self._survey = Survey(parts, pool, store, settings, shared)
-        self._flush = Flush(parts.writes, io, fmt.file_nbytes)
+        self._flush = Flush(parts.writes, io, self.poll)
         self._take(parts)
         with collector_paused():
             self._catalogue.resync()
@@ -115,7 +115,11 @@ class TierManager:
         return self._pool.capacity
 
     def lease(
-        self, keys: Sequence[ChunkKey], tokens: Sequence[int], usable: int
+        self,
+        keys: Sequence[ChunkKey],
+        tokens: Sequence[int],
+        usable: int,
+        resident: int = 0,
     ) -> Lease:
         """Pin what is in DRAM, start reading what is on SSD, reserve room for the rest.
 
@@ -126,6 +130,7 @@ class TierManager:
             keys: Keys of every full chunk of the prompt, root first.
             tokens: The whole prompt.
             usable: How many leading chunks may be read rather than computed.
+            resident: Leading tokens that the device holds already.
 
         Raises:
             ValueError: If the arguments do not fit each other.
@@ -144,19 +149,42 @@ class TierManager:
             PathChunk(self._format.chunk(keys, tokens, index), node)
             for index, node in enumerate(nodes)
         ]
-        lease = Lease(self, path, keys, len(tokens))
+        covered = min(resident // self.chunk_tokens, len(keys))
+        lease = Lease(self, path, keys, len(tokens), covered)
         self._leases.add(lease)
         try:
             self._catalogue.adopt(keys)
+            heads = self._heads.find(keys, tokens, usable, resident)
+            self._tree.pin([head.node for head in heads.values()])
+            lease.heads = heads
             self._loading.lend(lease, usable)
         except BaseException:
             lease.close()
             raise
         return lease
 
+    def heads(
+        self,
+        keys: Sequence[ChunkKey],
+        tokens: Sequence[int],
+        usable: int,
+        resident: int = 0,
+    ) -> dict[int, int]:
+        """Tokens of each head that ``lease`` would lend, by chunk index. Pure."""
+        found = self._heads.find(keys, tokens, usable, resident)
+        return {index: head.tokens for index, head in found.items()}
+
     def settle(self, lease: Lease, index: int) -> None:
         """Decide what becomes of a chunk being read; see ``Lease.settle``."""
         self._loading.settle(lease, index)
+
+    def complete(self, lease: Lease, index: int) -> None:
+        """Wait for a chunk that is arriving; see ``Lease.wait``."""
+        self._loading.complete(lease, index)
+
+    def lose(self, lease: Lease, index: int) -> None:
+        """Give up a chunk that will not come; see ``Lease.lost``."""
+        self._loading.lose(lease, index)
 
     def release(self, lease: Lease) -> None:
         """End a lease; see ``Lease``."""
@@ -174,7 +202,7 @@ class TierManager:
                 self._dram.free(nodes[index], Event.RELEASE)
         self._accounts.end(lease)
         self._hints.used(lease.keys)
-        self._tree.unpin(nodes)
+        self._tree.unpin(lease.pinned)
         doomed = self._forgetting.is_doomed
         kept = [(c.node, c.id) for c in lease.path if not doomed(c.node)]
         self._writes.used(kept, lease.keys)
@@ -284,13 +312,13 @@ class TierManager:
 
     def poll(self) -> None:
         """Take in finished I/O: publish what was read, free what was written."""
-        jobs = self._io.poll()
-        for job in jobs:
-            if isinstance(job, ReadJob):
-                self._reads.apply(job)
-            else:
-                self._writes.apply(job)
-        if jobs:
+        while jobs := self._io.poll():
+            for job in jobs:
+                if isinstance(job, ReadJob):
+                    self._reads.apply(job)
+                else:
+                    self._writes.apply(job)
+            self._writes.advance()
             self.version += 1
         self._forgetting.sweep()
 
@@ -329,7 +357,7 @@ class TierManager:
     def check_memory(self) -> list[str]:
         """Audit tree, slots and pins."""
         self.poll()
-        return self._survey.memory(sum(len(lease.path) for lease in self._leases))
+        return self._survey.memory(sum(len(lease.pinned) for lease in self._leases))
 
     def snapshot(self) -> CacheStats:
         """Return the counters together with how full the tiers are now."""
@@ -347,6 +375,7 @@ class TierManager:
         started = time.monotonic()
         self.flush(timeout)
         self._closed = True
+        self._writes.abandon()
         joined = self._io.close(max(0.1, timeout - (time.monotonic() - started)))
         self.poll()
         if joined:
@@ -369,6 +398,7 @@ class TierManager:
         self._loading = parts.loading
         self._prefetcher = parts.prefetcher
         self._forgetting = parts.forgetting
+        self._heads = parts.heads
 
     def _report(self, memory: list[str], store: list[str], fix: bool) -> CheckReport:
         self.poll()

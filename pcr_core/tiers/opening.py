@@ -9,11 +9,11 @@ from pcr_core.index.chunk import ChunkLayout, Namespace
 from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.io_pool import InlineIo, IoPool
 from pcr_core.tiers.manager import TierManager
+from pcr_core.tiers.pinning import BackgroundPinning, NoPinning, Registrar
 from pcr_core.tiers.settings import TierSettings
+from pcr_core.tiers.slabs import SlabPlan, check_obtainable
 from pcr_core.tiers.store.chunk_store import ChunkStore
 from pcr_core.tiers.store.no_store import NoStore
-
-_SMALL_QUEUE_BYTES = 64 * 2**20
 
 
 def open_tiers(
@@ -24,13 +24,10 @@ def open_tiers(
     dram_bytes: int,
     cache_dir: Path,
     ssd_bytes: int,
-    pin_memory: bool = False,
+    registrar: Registrar | None = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> TierManager:
     """Build both tiers with their threads; ``ssd_bytes=0`` leaves the SSD out.
-
-    At most half of DRAM, or 64 MiB if that is more, may be waiting to be written, so
-    that a slow disk cannot keep new chunks out.
 
     Args:
         layout: Shape of a chunk.
@@ -39,7 +36,7 @@ def open_tiers(
         dram_bytes: Hard budget of the DRAM tier.
         cache_dir: Folder of the store.
         ssd_bytes: Hard budget of the SSD tier.
-        pin_memory: Page-lock the DRAM tier.
+        registrar: Page-locks the DRAM tier for a device; ``None`` leaves it as it is.
         on_progress: Called on other threads when there is something to ``poll``.
 
     Raises:
@@ -47,7 +44,10 @@ def open_tiers(
         StoreError: If the folder is another version's or its index is broken.
     """
     settings = settings or TierSettings()
-    pool = HostPool(layout, dram_bytes, pin_memory=pin_memory)
+    plan = SlabPlan.within(dram_bytes, layout.nbytes)
+    check_obtainable(plan.nbytes)
+    pinning = BackgroundPinning(registrar) if registrar else NoPinning()
+    pool = HostPool(layout, plan, pinning=pinning)
     if ssd_bytes == 0:
         nothing = NoStore()
         return TierManager(
@@ -56,11 +56,7 @@ def open_tiers(
     store = ChunkStore(
         cache_dir, ssd_bytes, tenant=settings.tenant, quota_bytes=settings.quota_bytes
     )
-    io = IoPool(
-        store,
-        max_write_bytes=max(pool.nbytes // 2, _SMALL_QUEUE_BYTES),
-        on_progress=on_progress,
-    )
+    io = IoPool(store, on_progress=on_progress)
     try:
         return TierManager(layout, namespace, pool, store, io, settings)
     except BaseException:

@@ -7,7 +7,7 @@ thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -116,16 +116,24 @@ class ReadIn:
         Returns:
             The read, or ``None`` if there is no slot for it.
         """
-        # Making room may bring news of another process, such as that the chunk is gone.
-        self._tree.pin([node])
-        slot = self._dram.reserve(node, position)
-        self._tree.unpin([node])
-        if slot is None:
-            return None
-        job = ReadJob(self._format, chunk, slot.view, urgent=position == RUNNING)
-        reading = self._readings[job] = self._by_node[node] = Reading(node, job)
-        self._io.read(job)
+        reading = self._prepare(node, chunk, position)
+        if reading is not None:
+            self._io.read(reading.job)
         return reading
+
+    def start_layers(
+        self, chunks: Sequence[tuple[Node, ChunkId]]
+    ) -> list[Reading | None]:
+        """Start reading stored chunks side by side, layer by layer, for a request.
+
+        Returns:
+            A read for each; ``None`` where there is no slot.
+        """
+        readings = [self._prepare(node, chunk, RUNNING) for node, chunk in chunks]
+        jobs = [reading.job for reading in readings if reading is not None]
+        if jobs:
+            self._io.read_layers(jobs)
+        return readings
 
     def hurry(self, reading: Reading) -> None:
         """Have a read go before those that nobody waits for yet."""
@@ -149,6 +157,11 @@ class ReadIn:
         self._dram.free(reading.node, Event.RELEASE)
         return True
 
+    def disown(self, reading: Reading) -> None:
+        """Let a read that has begun end for nobody, soon if it goes layer by layer."""
+        reading.reader = None
+        reading.job.wanted = False
+
     def wait_any(self, readings: Iterable[Reading], timeout: float) -> bool:
         """Block until one of some reads has ended; it is still to be taken in.
 
@@ -157,28 +170,55 @@ class ReadIn:
         """
         return self._io.wait_any([reading.job for reading in readings], timeout)
 
+    def wait_layer(self, reading: Reading, layer: int, timeout: float) -> bool:
+        """Block until a layer of a chunk is in place, or its read has ended.
+
+        Returns:
+            False if ``timeout`` seconds passed first.
+        """
+        return self._io.wait_layer(reading.job, layer, timeout)
+
     def apply(self, job: ReadJob) -> None:
         """Take in a finished read: publish it, or make a hole of it."""
         reading = self._readings[job]
         self._remove(reading)
         node, reader = reading.node, reading.reader
+        self._measure(job)
         if job.outcome is ReadOutcome.OK:
             self._stats.read += 1
             self._stats.read_bytes += self._format.file_nbytes
-            size = self._format.file_nbytes
-            self.times.observe(size, job.seconds, parallel=job.parallel)
             self._tree.advance_host(node, Event.FILL)
             if reader is not None:
                 reader.arrived(reading.index, self._dram.slot(node))
             elif not job.urgent:
                 self._dram.fetched.add(node)
             return
-        self._count_lost(job)
-        self._lost(node, job.outcome or ReadOutcome.FAILED)
+        if job.outcome is not ReadOutcome.DROPPED:
+            self._count_lost(job)
+            self._lost(node, job.outcome or ReadOutcome.FAILED)
         if reader is not None:
             reader.failed(reading.index, self._dram.slot(node))
         else:
             self._dram.free(node, Event.RELEASE)
+
+    def _prepare(self, node: Node, chunk: ChunkId, position: int) -> Reading | None:
+        """Make a read that is still to be queued, if there is a slot for it."""
+        # Making room may bring news of another process, such as that the chunk is gone.
+        self._tree.pin([node])
+        slot = self._dram.reserve(node, chunk, position)
+        self._tree.unpin([node])
+        if slot is None:
+            return None
+        job = ReadJob(self._format, chunk, slot.view, urgent=position == RUNNING)
+        reading = self._readings[job] = self._by_node[node] = Reading(node, job)
+        return reading
+
+    def _measure(self, job: ReadJob) -> None:
+        """Learn from what was read, be it a part."""
+        if job.outcome in (ReadOutcome.OK, ReadOutcome.DROPPED):
+            layers = len(self._format.layout.layers)
+            size = self._format.file_nbytes * job.layers // layers
+            self.times.observe(size, job.seconds, parallel=job.parallel)
 
     def _remove(self, reading: Reading) -> None:
         del self._readings[reading.job]

@@ -22,6 +22,8 @@ class TierSettings:
         tenant: Whose chunks these are; the SSD quota is counted by it.
         quota_bytes: Most SSD bytes of this tenant, ``None`` for no limit of its own.
         longest_forward: Tokens of the longest forward, ``None`` for no limit.
+        shortest_head: Tokens that the beginning of a chunk must save to be lent by
+            itself; ``None`` if only whole chunks may be lent.
     """
 
     eviction: str = "lookahead-lru"
@@ -31,6 +33,7 @@ class TierSettings:
     tenant: bytes = b""
     quota_bytes: int | None = None
     longest_forward: int | None = None
+    shortest_head: int | None = None
 
     def host_policy(self, capacity: int) -> EvictionPolicy:
         """The policy of the DRAM tier of so many chunks."""

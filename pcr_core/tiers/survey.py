@@ -60,6 +60,9 @@ class Survey:
         stats.dram_chunks, stats.ssd_chunks = tree.host_ready, tree.disk_stored
         stats.dram_bytes = len(parts.dram.slots) * parts.format.layout.nbytes
         stats.dram_budget = self._pool.nbytes
+        stats.dram_allocated = self._pool.allocated_bytes
+        stats.dram_pinned = self._pool.pinned_bytes
+        stats.pin_errors = self._pool.pin_errors
         stats.ssd_bytes = parts.room.used_bytes()
         stats.ssd_budget = self._store.budget_bytes
         stats.namespace_bytes = tree.tenant_bytes(self._settings.tenant)

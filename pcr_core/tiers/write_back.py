@@ -1,13 +1,14 @@
 """DRAM -> SSD: which chunks are written, and what came of it.
 
-Best effort: a policy says when a chunk is worth writing, the queue is bounded, and
-whatever cannot be written is dropped and counted. Nothing here blocks. Engine thread
-only.
+Best effort: a policy says when a chunk is worth writing, and whatever cannot be written
+is dropped and counted. Only so many slots are lent to the writer at a time; the other
+chunks wait in DRAM, where they can be evicted, so that a slow disk keeps nothing out.
+Nothing here blocks. Engine thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -58,6 +59,7 @@ class WriteBack:
         io: Runs the jobs.
         fmt: What a chunk file looks like.
         policy: When a chunk is written.
+        share: Slots that may be with the writer at a time.
         stats: Where outcomes are counted.
         trouble: Where failures are logged.
 
@@ -75,6 +77,7 @@ class WriteBack:
         fmt: ChunkFormat,
         policy: WritePolicy,
         *,
+        share: int,
         stats: StoreCounters,
         trouble: TroubleLog,
     ) -> None:
@@ -84,10 +87,13 @@ class WriteBack:
         self._io = io
         self._format = fmt
         self._policy = policy
+        self._share = share
+        self._leaving = min(_LEAVING, share)
         self._stats = stats
         self._trouble = trouble
         self.epoch = 0
         self._unsaved: dict[Node, Unsaved] = {}  # least recently used first
+        self._waiting: dict[Node, None] = {}  # to be written, in this order
         self._writing: dict[WriteJob, Node] = {}
         self._saved: set[Node] = set()  # ahead of their leaving, and not used since
         self._touched: dict[ChunkKey, int] = {}
@@ -115,16 +121,43 @@ class WriteBack:
         if len(self._touched) >= _TOUCH_BATCH:
             self.send_touches()
 
-    def write(self, nodes: Sequence[Node]) -> None:
-        """Queue chunks for writing, as far as they are unsaved and there is room."""
-        nodes = [node for node in nodes if self._is_unsaved(node)]
-        if not nodes or not self._room.measure(len(nodes)):
-            self._stats.write_drops += len(nodes)
-            return
+    def write(self, nodes: Iterable[Node]) -> None:
+        """Have chunks written that are unsaved, behind those that wait already."""
         for node in nodes:
-            # Measuring may have found that another process has stored it.
-            if self._is_unsaved(node) and not self._queue(node):
-                self._stats.write_drops += 1
+            if self._is_unsaved(node):
+                self._waiting[node] = None
+        self.advance()
+
+    def advance(self) -> None:
+        """Hand the writer what waits, as far as its share and the room on SSD go."""
+        while nodes := self._next():
+            if not self._room.measure(len(nodes)):
+                self._stats.write_drops += len(nodes)
+                continue
+            for node in nodes:
+                # Measuring may have found that another process has stored it.
+                if self._is_unsaved(node) and not self._queue(node):
+                    self._stats.write_drops += 1
+
+    def _next(self) -> list[Node]:
+        """Take out as many as may be with the writer, beside those that are."""
+        nodes: list[Node] = []
+        while self._waiting and len(nodes) + len(self._writing) < self._share:
+            node = next(iter(self._waiting))
+            del self._waiting[node]
+            if self._is_unsaved(node):
+                nodes.append(node)
+        return nodes
+
+    def abandon(self) -> None:
+        """Write nothing of what waits: this is the end."""
+        self._stats.write_drops += sum(map(self._is_unsaved, self._waiting))
+        self._waiting.clear()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is with the writer, or waits for it."""
+        return bool(self._writing or self._waiting)
 
     def unsaved(self) -> list[Node]:
         """Chunks that are complete in DRAM and not on SSD, latest used first."""
@@ -133,19 +166,23 @@ class WriteBack:
     def disown(self, node: Node) -> None:
         """Never write a chunk that is only in DRAM: it was forgotten."""
         self._unsaved.pop(node, None)
+        self._waiting.pop(node, None)
         self._saved.discard(node)
         self._touched.pop(node.key, None)
 
     def save_leaving(self, victim: Node) -> bool:
         """Asked before a chunk leaves DRAM; see ``DramTier.save``."""
-        if self._is_unsaved(victim) and self._policy.when_leaving(victim):
-            if len(self._writing) < _LEAVING:
+        if victim in self._waiting:
+            self._stats.write_drops += self._is_unsaved(victim)
+        elif self._is_unsaved(victim) and self._policy.when_leaving(victim):
+            if len(self._writing) < self._leaving:
                 self.write([victim])
                 if victim.disk is Disk.WRITING:
                     return True
             else:
                 self._stats.write_drops += 1
         self._unsaved.pop(victim, None)
+        self._waiting.pop(victim, None)
         self._saved.discard(victim)
         return False
 
@@ -171,7 +208,7 @@ class WriteBack:
         The next to leave are written: the least recently used of those that are not.
         Looks at so many of them only, however many there are.
         """
-        short = _LEAVING - len(self._writing) - len(self._saved) - self._dram.spare
+        short = self._leaving - len(self._writing) - len(self._saved) - self._dram.spare
         if short <= 0:
             return
         oldest = [

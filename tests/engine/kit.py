@@ -100,7 +100,7 @@ def is_reading(engine: Engine) -> bool:
     """Whether a read is queued or under way."""
     io = engine._loop.tiers._io
     with io._lock:
-        return bool(io._urgent or io._ahead or io._running)
+        return bool(io._reads or io._running)
 
 
 @contextmanager
@@ -128,7 +128,7 @@ class Reads:
     """Reads of chunks: counted, and held back while the gate is closed.
 
     Attributes:
-        begun: How many have begun.
+        begun: How many have begun, those layer by layer included.
         seconds: What each takes at least.
     """
 
@@ -138,16 +138,26 @@ class Reads:
         self._gate = threading.Event()
         self._gate.set()
         self._lock = threading.Lock()
-        read = ChunkStore.read
+        read, read_layers = ChunkStore.read, ChunkStore.read_layers
 
         def held_back(store: ChunkStore, job: Any) -> None:
-            with self._lock:
-                self.begun += 1
-            assert self._gate.wait(60), "the gate was never opened"
-            time.sleep(self.seconds)
+            self._pass(1)
             read(store, job)
 
+        def layers_held_back(store: ChunkStore, jobs: Any) -> Iterator[None]:
+            self._pass(len(jobs))
+            for job in jobs:
+                job.seconds += self.seconds
+            yield from read_layers(store, jobs)
+
         monkeypatch.setattr(ChunkStore, "read", held_back)
+        monkeypatch.setattr(ChunkStore, "read_layers", layers_held_back)
+
+    def _pass(self, chunks: int) -> None:
+        with self._lock:
+            self.begun += chunks
+        assert self._gate.wait(60), "the gate was never opened"
+        time.sleep(chunks * self.seconds)
 
     def open(self) -> None:
         """Let them through."""

@@ -210,6 +210,16 @@ def test_the_dram_budget_follows_what_is_left(
     assert service.dram_budget(EngineConfig(dram_bytes=5)) == 5
 
 
+def test_a_budget_beyond_what_is_left_is_taken_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service, "available_bytes", lambda: 1000)
+    assert service.dram_budget(EngineConfig(dram_bytes=1000)) == 1000
+    assert not caplog.records
+    assert service.dram_budget(EngineConfig(dram_bytes=1001)) == 1001
+    assert "only 1000 bytes more" in caplog.text
+
+
 def test_an_engine_in_a_small_container(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -268,7 +268,7 @@ def test_a_closed_engine_that_is_still_held_gives_its_memory_back(
     engine = make_engine()
     engine.generate(PROMPT, FEW)
     pool, runner = engine._loop.tiers._pool, engine._runner
-    slab = weakref.ref(pool._layers[0][0].untyped_storage())
+    slab = weakref.ref(pool._slabs[0][0].bytes.obj)
     buffer = weakref.ref(runner._rows._resting[0].buffer.keys[0])
     engine.close()
     assert buffer() is None

@@ -24,9 +24,11 @@ from pcr_core.model import generation as generation_module
 from pcr_core.model import probe, setup
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.loading import load
+from pcr_core.model.runner import Runner
 from pcr_core.model.sampling import Sampler
 from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request, SamplingParams, Usage
+from pcr_core.service import tier_settings
 from pcr_core.tiers import TierManager, open_tiers
 from pcr_core.tiers.store.chunk_file import ChunkFormat, chunk_path
 
@@ -69,7 +71,9 @@ class World:
         self.loaded = load(config, model, tokenizer)
         prepared = self._exit.enter_context(model_prepared(self.loaded, config))
         self.runner, self.namespace = prepared.runner, prepared.namespace
-        self.chunk = config.chunk_tokens
+        self.config, self.chunk = config, config.chunk_tokens
+        # Of its own, so that no reference leaves a row that a request goes on from.
+        self._alone = Runner(self.loaded, self.chunk, self.runner.cuts)
         self.layout = ChunkLayout(
             self.loaded.shapes,
             self.chunk,
@@ -78,6 +82,7 @@ class World:
         )
         self.file_nbytes = ChunkFormat(self.layout, self.namespace).file_nbytes
         self.seen: Counter[str] = Counter()
+        self._used: Counter[str] = Counter()
         self._known: dict[tuple[int, ...], Answer] = {}
         self.tiers: TierManager | None = None
 
@@ -88,6 +93,7 @@ class World:
         self.tiers = open_tiers(
             self.layout,
             self.namespace,
+            tier_settings(self.config, self.runner.cuts),
             dram_bytes=slots * self.layout.nbytes,
             cache_dir=folder,
             ssd_bytes=files * self.file_nbytes,
@@ -102,6 +108,14 @@ class World:
             self.seen["corrupt"] += stats.corrupt
             self.seen["missing"] += stats.missing
             self.seen["evicted"] += stats.dram_evictions + stats.ssd_evictions
+            counted = Counter(
+                device=stats.device_hit_tokens,
+                dram=stats.dram_hit_tokens,
+                ssd=stats.ssd_hit_tokens,
+                computed=stats.miss_tokens,
+            )
+            assert counted == self._used, "requests and counters disagree"
+            self._used.clear()
             self.tiers.close()
             self.tiers = None
 
@@ -118,6 +132,8 @@ class World:
             self._loop.step()
         result = request.completion.result(timeout=0)
         self.seen.update(result.usage.cached_by_tier)
+        self._used.update(result.usage.cached_by_tier)
+        self._used["computed"] += result.usage.computed_tokens
         return Answer(result.token_ids, Recorder.rows, result.usage)
 
     def reference(self, tokens: Sequence[int]) -> Answer:
@@ -128,15 +144,15 @@ class World:
         return self._known[name]
 
     def _run_alone(self, tokens: list[int]) -> Answer:
-        row = self.runner.open_row(len(tokens) + STEPS)
+        row = self._alone.open_row(len(tokens) + STEPS)
         nothing = ChunkIO({}, {}, filled=lambda index: None, between=lambda: None)
-        logits = self.runner.prefill(row, tokens, nothing).logits
+        logits = self._alone.prefill(row, tokens, nothing).logits
         chosen, rows = [int(logits.float().argmax())], [raw_bytes(logits)]
         while len(chosen) < STEPS:
-            logits = self.runner.decode(row, chosen[-1])
+            logits = self._alone.decode(row, chosen[-1])
             chosen.append(int(logits.float().argmax()))
             rows.append(raw_bytes(logits))
-        self.runner.close_row(row)
+        self._alone.close_row(row)
         return Answer(chosen, rows)
 
     def lose(
@@ -158,6 +174,7 @@ class World:
 
     def close(self) -> None:
         self.shut()
+        self._alone.close()
         self._exit.close()
 
 
@@ -193,7 +210,7 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world(
     probes: Path, make_tiny_model: Callable[..., Any], tiny_tokenizer: Any
 ) -> Iterator[Callable[..., World]]:
-    """``world(kind, dtype, chunk=16, cuts="shape-independent")``, built once each."""
+    """``world(kind, dtype, chunk=16, cuts="shape-independent", rows=0)``."""
     made: dict[tuple[Any, ...], World] = {}
 
     def get(
@@ -204,7 +221,10 @@ def world(
         if name not in made:
             model = make_tiny_model(kind).to(getattr(torch, dtype))
             config = EngineConfig(
-                cache_dir=probes, chunk_tokens=chunk, exact=True, resident_rows=rows
+                cache_dir=probes,
+                chunk_tokens=chunk,
+                exact=cuts != "free",
+                resident_rows=rows,
             )
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(setup, "_probe", _with_verdict(cuts))

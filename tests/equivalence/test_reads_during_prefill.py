@@ -16,7 +16,7 @@ from pcr_core.index.chunk import ChunkLayout
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.fingerprint import kv_bytes
 from pcr_core.model.runner import Prefilled
-from pcr_core.tiers import HostPool
+from pcr_core.tiers import HostPool, SlabPlan
 
 CHUNK = 16
 STATES = ("dram", "reading", "hole", "hole, no room")
@@ -39,7 +39,7 @@ class Reads:
         states: Sequence[str],
         rng: Random,
     ) -> None:
-        self._pool = HostPool(layout, len(whole) * layout.nbytes)
+        self._pool = HostPool(layout, SlabPlan(len(whole), layout.nbytes))
         self._whole = whole
         self._rng = rng
         self.sources: dict[int, Any] = {}
@@ -107,7 +107,7 @@ class Prompt:
         self.tokens = Random(tokens).choices(range(8), k=tokens)
         self.count = tokens // CHUNK
         # One more than needed, as a pool of none is refused.
-        pool = HostPool(world.layout, (self.count + 1) * world.layout.nbytes)
+        pool = HostPool(world.layout, SlabPlan(self.count + 1, world.layout.nbytes))
         slots = {index: pool.allocate() for index in range(self.count)}
         io = ChunkIO({}, slots, filled=lambda index: None, between=lambda: None)
         self.cold, self.cold_bits = self.prefill(io)
@@ -182,8 +182,8 @@ def test_any_order_of_events(
         assert reads.calls.count("between") == len(done.forwards)
         for index in range(one.count):
             if index not in reads.found:
-                assert done.reused(index) == 0
-            again = done.reused(index) < CHUNK
+                assert done.loaded(index) == 0
+            again = done.loaded(index) < CHUNK
             seen["read"] += index in waiting and not again
             seen["gone"] += index in waiting and index not in reads.sources
         seen["settle"] += reads.calls.count("settle")
@@ -249,7 +249,7 @@ def test_a_run_read_while_the_front_is_computed(prompt: Callable[..., Prompt]) -
     done, bits = one.prefill(io)
     assert bits == one.cold_bits
     assert done.computed == ((2 * CHUNK, 4 * CHUNK), (8 * CHUNK, 8 * CHUNK + 5))
-    assert [done.reused(index) for index in range(8)] == [16, 16, 0, 0, 16, 16, 16, 16]
+    assert [done.loaded(index) for index in range(8)] == [16, 16, 0, 0, 16, 16, 16, 16]
 
 
 def test_settle_may_stop_the_prefill(prompt: Callable[..., Prompt]) -> None:

@@ -583,7 +583,7 @@ def test_the_table(service: Service) -> None:
     text = str(service.explain(rag(A, B, system=dated(4)), A, B))
     assert text.splitlines() == [
         "prompt            232 tokens, 14 full chunks of 16",
-        "reused            32 of 232 (14%): 32 DRAM, 0 SSD",
+        "reused            32 of 232 (14%): 0 device, 32 DRAM, 0 SSD",
         "computed          200; text changed: it differs from the nearest earlier "
         "prompt from token 36 on",
         "document a        tokens 90 to 151: reused 0 of 62 (0%); other text before "
@@ -614,6 +614,66 @@ def test_names_fit_into_the_table(service: Service) -> None:
     assert f"document {'x' * 37}..." in str(found)
     assert r"document 'one\ntwo'" in str(found)
     assert [part.name for part in found.documents] == names
+
+
+# --- what the device holds, and heads ---
+
+
+def counts(part: Any) -> tuple[int, int, int, int]:
+    return (
+        part.device_tokens,
+        part.dram_tokens,
+        part.ssd_tokens,
+        part.computed_tokens,
+    )
+
+
+def test_what_the_device_holds(service: Service) -> None:
+    text = rag(A, B)
+    service.run(text, A, B)
+    size = len(service.encode(text, [])[0])
+    found = service.explain(text, A, B, resident=size - 1)
+    assert counts(found.prompt) == (size - 1, 0, 0, 1)
+    assert found.prompt.verdict == "end of prompt"
+    assert [part.verdict for part in found.documents] == ["reused", "reused"]
+    assert f"{size - 1} device, 0 DRAM, 0 SSD" in str(found)
+
+
+def test_a_stored_chunk_that_the_device_holds_in_part_is_read_whole(
+    service: Service,
+) -> None:
+    text = rag(A)
+    service.run(text, A)
+    size = len(service.encode(text, [])[0])
+    full = size // CHUNK * CHUNK
+    rest = size - full
+    found = service.explain(text, resident=3 * CHUNK + 5, must_compute=rest)
+    assert counts(found.prompt) == (3 * CHUNK, full - 3 * CHUNK, 0, rest)
+    nothing = ["none"] * (size // CHUNK)
+    found = service.explain(text, A, resident=3 * CHUNK + 5, states=nothing)
+    assert counts(found.prompt) == (3 * CHUNK + 5, 0, 0, size - 3 * CHUNK - 5)
+    assert found.prompt.verdict == "not stored"
+
+
+def test_the_device_alone_proves_that_a_prompt_was_here(service: Service) -> None:
+    tokens = list(range(40))
+    lookup = Lookup(tokens, CHUNK, ["none", "none"], resident=32)
+    found = explain(lookup, service.decode)
+    assert counts(found.prompt) == (32, 0, 0, 8)
+    assert found.prompt.verdict == "end of prompt"
+
+
+def test_heads_count_as_dram(service: Service) -> None:
+    tokens = list(range(60))
+    states = ["dram", "none", "none"]
+    span = DocumentSpan("d", 20, 30, b"t")
+    lookup = Lookup(tokens, CHUNK, states, spans=[span], heads={1: 9, 3: 10})
+    found = explain(lookup, service.decode)
+    assert counts(found.prompt) == (0, CHUNK + 9 + 10, 0, 60 - CHUNK - 19)
+    assert counts(found.documents[0]) == (0, 5, 0, 5)
+    assert found.prompt.verdict == "not known"
+    longer = Lookup(tokens, CHUNK, states, resident=20, heads={1: 9})
+    assert counts(explain(longer, service.decode).prompt) == (20, 5, 0, 35)
 
 
 # --- a real tokenizer ---
@@ -668,15 +728,14 @@ def lookups(draw: st.DrawFn) -> Lookup:
         min_size=len(found),
         max_size=len(found),
     )
+    state = st.sampled_from(["none", "dram", "ssd"])
+    states = draw(st.lists(state, min_size=full, max_size=full))
     return Lookup(
         tokens,
         4,
-        draw(
-            st.lists(
-                st.sampled_from(["none", "dram", "ssd"]), min_size=full, max_size=full
-            )
-        ),
+        states,
         must_compute=draw(st.integers(1, 2 * CHUNK)),
+        resident=draw(st.integers(0, len(tokens) - 1)),
         spans=found,
         earlier=draw(
             st.lists(st.builds(PastPrompt.of, st.lists(token, max_size=20), spans))
@@ -695,14 +754,19 @@ def lookups(draw: st.DrawFn) -> Lookup:
 def test_numbers_add_up_for_anything(service: Service, lookup: Lookup) -> None:
     found = explain(lookup, service.decode)
     full = len(lookup.states)
-    assert found.computed_tokens >= min(lookup.must_compute, len(lookup.tokens))
+    held = lookup.in_place
+    assert lookup.resident // 4 * 4 <= held <= lookup.resident
+    must_compute = min(lookup.must_compute, len(lookup.tokens) - held)
+    assert found.computed_tokens >= must_compute > 0
     assert len(found.documents) == len(lookup.spans)
     for part in (found.prompt, *found.documents):
         reused = [
             lookup.states[i // 4]
-            for i in range(part.first_token, part.stop_token)
+            for i in range(max(held, part.first_token), part.stop_token)
             if i // 4 < full and i < len(lookup.tokens) - lookup.must_compute
         ]
+        in_row = max(0, min(held, part.stop_token) - part.first_token)
+        assert part.device_tokens == in_row
         assert part.dram_tokens == reused.count("dram")
         assert part.ssd_tokens == reused.count("ssd")
         assert (part.verdict == "reused") == (part.computed_tokens == 0)

@@ -14,16 +14,17 @@ from transformers.masking_utils import (
 
 from pcr_core.errors import UnsupportedModelError
 from pcr_core.index.chunk import LayerShape
+from pcr_core.model import attention_kernels
 from pcr_core.model.attention import (
-    KEY_BLOCK,
     AttentionPlan,
     KvAttention,
-    LazyMask,
     attention_installed,
-    lazy_mask,
-    plan_attention,
-    round_up,
 )
+from pcr_core.model.attention_kernels import KeyPortions
+from pcr_core.model.attention_probe import fused_plan, plan_attention
+from pcr_core.model.key_blocks import KEY_BLOCK, round_up
+from pcr_core.model.masks import LazyMask, lazy_mask
+from pcr_core.model.product_probe import finest_portions
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SHAPES = [LayerShape(KV_HEADS, DIM, DIM)]
@@ -66,6 +67,14 @@ def run(
     return out[0]
 
 
+PLANS = {
+    "fused": AttentionPlan(),
+    "unfused": AttentionPlan(unfused=KeyPortions(64, 64), decode="unfused"),
+    "unfused, whole blocks": AttentionPlan(unfused=KeyPortions(), decode="rows"),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize(
@@ -73,12 +82,12 @@ def run(
     [(0, 1), (0, 40), (16, 40), (0, 512), (500, 530), (0, 1100), (700, 701)],
 )
 def test_against_stock(
-    dtype: torch.dtype, window: int | None, first: int, stop: int
+    plan: AttentionPlan, dtype: torch.dtype, window: int | None, first: int, stop: int
 ) -> None:
     function = causal_mask_function
     if window is not None:
         function = sliding_window_causal_mask_function(window)
-    attention = KvAttention(AttentionPlan())
+    attention = KvAttention(plan)
     out = run(attention, function, first, stop, dtype, stop)
     k, v = buffers(stop, dtype)
     q = random(HEADS, stop, dtype)[:, :, first:stop]
@@ -92,14 +101,24 @@ def test_against_stock(
     assert torch.allclose(out.double(), want, atol=tolerance)
 
 
+@pytest.mark.parametrize("unfused", [False, True], ids=["fused", "unfused"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 24])
-def test_bits_do_not_depend_on_the_cut(dtype: torch.dtype, window: int | None) -> None:
-    """With the plan that this machine's kernels earned."""
+def test_bits_do_not_depend_on_the_cut(
+    unfused: bool, dtype: torch.dtype, window: int | None
+) -> None:
+    """With the plans that this machine's kernels earned, the slower one too."""
     function = causal_mask_function
     if window is not None:
         function = sliding_window_causal_mask_function(window)
-    attention = KvAttention(plan_attention(HEADS, SHAPES, dtype))
+    if unfused:
+        portions = finest_portions(HEADS, SHAPES, dtype, 2048)
+        if portions is None:
+            pytest.skip("this machine's products depend on the number of rows")
+        plan = AttentionPlan(unfused=portions)
+    else:
+        plan = AttentionPlan(*fused_plan(HEADS, SHAPES, dtype))
+    attention = KvAttention(plan)
     length = 1104
     whole = run(attention, function, 0, length, dtype, length)
     for first, stop in (
@@ -114,8 +133,9 @@ def test_bits_do_not_depend_on_the_cut(dtype: torch.dtype, window: int | None) -
         assert torch.equal(part, whole[first:stop]), (first, stop)
 
 
-def test_what_is_behind_the_last_query_changes_nothing() -> None:
-    attention = KvAttention(AttentionPlan())
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_what_is_behind_the_last_query_changes_nothing(plan: AttentionPlan) -> None:
+    attention = KvAttention(plan)
     k, v = buffers(100, torch.float32)
     q = random(HEADS, 20, torch.float32)
     results = []
@@ -128,21 +148,23 @@ def test_what_is_behind_the_last_query_changes_nothing() -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_different_head_sizes_of_k_and_v() -> None:
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_different_head_sizes_of_k_and_v(plan: AttentionPlan) -> None:
     q = random(4, 20, torch.float32, 24)
     k, v = random(4, 512, torch.float32, 24), random(4, 512, torch.float32, 16)
     mask = LazyMask(causal_mask_function, 0, 20, 512)
-    out, _ = KvAttention(AttentionPlan())(torch.nn.Identity(), q, k, v, mask)
+    out, _ = KvAttention(plan)(torch.nn.Identity(), q, k, v, mask)
     assert out.shape == (1, 20, 4, 16)
     keep = torch.arange(512)[None] <= torch.arange(20)[:, None]
     want = expected(q, k, v, keep)[0].transpose(0, 1)
     assert torch.allclose(out[0].double(), want, atol=1e-4)
 
 
-def test_scaling_is_used() -> None:
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_scaling_is_used(plan: AttentionPlan) -> None:
     q, (k, v) = random(HEADS, 20, torch.float32), buffers(20, torch.float32)
     mask = LazyMask(causal_mask_function, 0, 20, 512)
-    attention, module = KvAttention(AttentionPlan()), torch.nn.Identity()
+    attention, module = KvAttention(plan), torch.nn.Identity()
     default, _ = attention(module, q, k, v, mask)
     same, _ = attention(module, q, k, v, mask, scaling=DIM**-0.5)
     other, _ = attention(module, q, k, v, mask, scaling=1.0)
@@ -150,7 +172,59 @@ def test_scaling_is_used() -> None:
     assert not torch.allclose(default, other, atol=1e-2)
 
 
+def test_a_very_long_window_is_computed_head_by_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And scores of a long prompt never need much memory."""
+    attention, whole = KvAttention(PLANS["unfused"]), KvAttention(AttentionPlan())
+    dtype, length = torch.float32, 1000
+    expected = run(whole, causal_mask_function, 100, length, dtype, length)
+    for limit in (1, 200_000):
+        monkeypatch.setattr(attention_kernels, "_SCORE_BYTES", limit)
+        out = run(attention, causal_mask_function, 100, length, dtype, length)
+        assert torch.allclose(out, expected, atol=1e-4)
+    assert attention._prefill._memory.nbytes <= 2 * 16 * 2 * 1024 * 4
+
+
+def test_decode_with_gaps_in_the_mask() -> None:
+    """Some keys in the middle hidden: then SDPA needs the mask."""
+
+    def even(b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+        return (kv <= q) & (kv % 2 == 0)
+
+    q, (k, v) = random(HEADS, 1, torch.float32), buffers(100, torch.float32)
+    keep = (torch.arange(512)[None] <= 99) & (torch.arange(512)[None] % 2 == 0)
+    want = expected(q, k, v, keep)[0].transpose(0, 1)
+    for decode in ("heads", "rows", "unfused"):
+        mask = LazyMask(even, 99, 1, 512)
+        attention = KvAttention(AttentionPlan(decode=decode))
+        out, _ = attention(torch.nn.Identity(), q, k, v, mask)
+        assert torch.allclose(out[0].double(), want, atol=1e-4), decode
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_probe_gives_a_plan_that_can_be_run(dtype: torch.dtype) -> None:
+    plan = plan_attention(HEADS, SHAPES, dtype, 2048)
+    assert plan.decode in ("heads", "rows", "unfused")
+    length = 100
+    out = run(KvAttention(plan), causal_mask_function, 0, length, dtype, length)
+    assert out.isfinite().all()
+
+
 # --- masks ---
+
+
+def test_the_keys_a_query_sees() -> None:
+    device = torch.device("cpu")
+    window = sliding_window_causal_mask_function(3)
+    assert LazyMask(causal_mask_function, 9, 1, 512).seen_by_first(device) == (0, 10)
+    mask = LazyMask(window, 9, 1, 512)
+    assert mask.seen_by_first(device) == (7, 10)
+    assert mask.seen_by_first(device) == (7, 10)
+    assert LazyMask(window, 1, 1, 512).seen_by_first(device) == (0, 2)
+    gap = LazyMask(lambda b, h, q, kv: (kv < q) & (kv != 4), 9, 1, 512)
+    assert gap.seen_by_first(device) is None
+    assert gap.seen_by_first(device) is None
 
 
 def test_a_block_of_the_mask() -> None:
@@ -197,8 +271,11 @@ def test_no_mask_is_refused() -> None:
 # --- in a model ---
 
 
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("kind", ["llama", "mistral_sliding", "gemma3", "qwen2"])
-def test_whole_models_against_stock(make_tiny_model: Any, kind: str) -> None:
+def test_whole_models_against_stock(
+    make_tiny_model: Any, kind: str, plan: AttentionPlan
+) -> None:
     from pcr_core.model.layerwise_cache import LayerwiseCache
     from pcr_core.model.loading import probe_shapes
     from pcr_core.model.row_buffer import RowBuffer
@@ -212,7 +289,7 @@ def test_whole_models_against_stock(make_tiny_model: Any, kind: str) -> None:
     buffer.reserve(600)
     with (
         torch.inference_mode(),
-        attention_installed(model, KvAttention(AttentionPlan())),
+        attention_installed(model, KvAttention(plan)),
     ):
         cache = LayerwiseCache(buffer, inline_streams(buffer.keys[0].device))
         cache.begin(0)
@@ -231,9 +308,12 @@ def test_the_name_tells_plans_apart() -> None:
             AttentionPlan((32,)),
             AttentionPlan(key_grain=64),
             AttentionPlan((32,), 64),
+            AttentionPlan(unfused=KeyPortions()),
+            AttentionPlan(unfused=KeyPortions(64)),
+            AttentionPlan(decode="rows"),
         )
     }
-    assert len(names) == 4
+    assert len(names) == 7
     assert KvAttention(AttentionPlan()).name in names
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from pcr_core.index.chunk import ChunkLayout, LayerShape
-from pcr_core.model.attention import KEY_BLOCK
+from pcr_core.model.key_blocks import KEY_BLOCK
 from pcr_core.model.layerwise_cache import LayerwiseCache
 from pcr_core.model.row_buffer import RowBuffer
 from pcr_core.model.streams import inline_streams
 from pcr_core.model.transfers import in_runs
-from pcr_core.tiers import HostPool
+from pcr_core.tiers import HostPool, SlabPlan
 
 SHAPES = (LayerShape(2, 4, 6), LayerShape(1, 8, 8))
 CHUNK = 4
@@ -53,7 +53,7 @@ def fill_chunks(cache: LayerwiseCache, slots: dict[int, Any], count: int) -> Non
 
 @pytest.fixture
 def pool() -> HostPool:
-    return HostPool(LAYOUT, 8 * LAYOUT.nbytes)
+    return HostPool(LAYOUT, SlabPlan(8, LAYOUT.nbytes))
 
 
 def slots(pool: HostPool, *order: int) -> dict[int, Any]:

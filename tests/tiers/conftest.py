@@ -27,6 +27,7 @@ from pcr_core.tiers import (
     HostPool,
     InlineIo,
     NoStore,
+    SlabPlan,
     TierManager,
     TierSettings,
 )
@@ -153,6 +154,7 @@ def serve(
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
         assert fail
+    manager.poll()
     return Served(tiers, sinks)
 
 
@@ -189,7 +191,7 @@ def open_kit(tmp_path: Path) -> Iterator[SimpleNamespace]:
         timer: Callable[[], float] = time.monotonic,
         **settings,
     ) -> TierManager:
-        pool = HostPool(LAYOUT, slots * LAYOUT.nbytes)
+        pool = HostPool(LAYOUT, SlabPlan(slots, LAYOUT.nbytes))
         if store is None and ssd_chunks:
             store = ChunkStore(
                 folder or tmp_path / "cache",
@@ -197,6 +199,7 @@ def open_kit(tmp_path: Path) -> Iterator[SimpleNamespace]:
                 tenant=settings.get("tenant", b""),
                 quota_bytes=settings.get("quota_bytes"),
                 files=files,
+                least_read=1,
             )
         store = store or NoStore()
         made.append(

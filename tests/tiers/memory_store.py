@@ -77,6 +77,8 @@ class MemoryStore:
 
     Attributes:
         broken: Whether the index refuses: ``"read"``, ``"write"``, or both.
+        unreadable: Chunks whose reads fail.
+        damaged: Those of which a layer does; noticed when layers are read.
         calls: How often each method was called.
     """
 
@@ -94,6 +96,7 @@ class MemoryStore:
         self.folder = folder or MemoryFolder()
         self.broken: set[str] = set()
         self.unreadable: set[ChunkKey] = set()
+        self.damaged: dict[ChunkKey, int] = {}
         self.calls: Counter[str] = Counter()
         self._owed: list[DocumentJob] = []
 
@@ -151,6 +154,29 @@ class MemoryStore:
         else:
             job.view[:] = self.folder.bytes[key]
             job.outcome = ReadOutcome.OK
+
+    def read_layers(self, jobs):
+        """One layer at a time."""
+        self.calls["read_layers"] += 1
+        layers = len(jobs[0].format.layout.layers)
+        for layer in range(layers):
+            for job in jobs:
+                if job.outcome is None:
+                    job.outcome = self._read_layer(job, layer)
+            yield
+
+    def _read_layer(self, job, layer: int) -> ReadOutcome | None:
+        key, offsets = job.chunk.key, job.format.layout.layer_offsets
+        if not job.wanted:
+            return ReadOutcome.DROPPED
+        if key in self.unreadable or self.damaged.get(key) == layer:
+            return ReadOutcome.FAILED
+        if key not in self.folder.records:
+            return ReadOutcome.MISSING
+        span = slice(offsets[layer], offsets[layer + 1])
+        job.view[span] = self.folder.bytes[key][span]
+        job.layers = layer + 1
+        return ReadOutcome.OK if job.layers == len(offsets) - 1 else None
 
     def commit(self, jobs) -> None:
         jobs = [*self._owed, *jobs]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 from pcr_core.tiers.jobs import (
     Job,
     ReadJob,
-    WriteJob,
-    WriteOutcome,
     WriterJob,
-    finish,
     finish_group,
 )
+from pcr_core.tiers.read_queue import ReadQueue, Turn
 from tests.tiers.virtual import VirtualTime
 
 _STEP = 0.1
@@ -23,14 +21,15 @@ class StepIo:
     """Reads in any order, writes first in, first out. Nothing happens by itself.
 
     Whoever waits has jobs ended for it, one at a time, each taking a second, unless
-    the disk hangs: then the time goes by.
+    the disk hangs: then the time goes by. Reads layer by layer take as many steps as
+    the backend says.
 
     Attributes:
-        reads: Queued; they can still be taken back.
+        reads: Queued, by what a reader takes at a time; they can still be taken back.
         begun: Under way; they cannot.
         writes: The writer's queue.
         hanging: Nobody who waits for a read gets anything.
-        pick: Chooses which of so many reads ends next.
+        pick: Chooses which of so many reads goes on next.
     """
 
     def __init__(
@@ -42,8 +41,9 @@ class StepIo:
         self._backend = backend
         self._time = time or VirtualTime()
         self._done: list[Job] = []
-        self.reads: list[ReadJob] = []
-        self.begun: list[ReadJob] = []
+        self._steps: dict[Turn, Generator[None, None, None]] = {}
+        self.reads: list[Turn] = []
+        self.begun: list[Turn] = []
         self.writes: list[WriterJob] = []
         self.hanging = False
         self.pick = pick
@@ -51,21 +51,32 @@ class StepIo:
     # --- what the test does ---
 
     def begin_read(self, which: int = 0) -> None:
-        job = self.reads.pop(which)
-        job.begun = True
-        self.begun.append(job)
+        turn = self.reads.pop(which)
+        for job in turn.jobs:
+            job.begun = True
+        self.begun.append(turn)
+        self._steps[turn] = turn.run(self._backend, turn.jobs)
 
-    def end_read(self, which: int = 0) -> None:
-        job = self.begun.pop(which)
-        finish(self._backend, job)
-        job.seconds = _STEP  # not what this machine takes: examples must repeat
-        self._done.append(job)
+    def step_read(self, which: int = 0) -> None:
+        """A read ends or, if it goes layer by layer, comes a step further."""
+        turn = self.begun[which]
+        more = next(self._steps[turn], self) is not self
+        for job in turn.jobs:
+            if job.outcome is not None and job not in self._done:
+                job.seconds = _STEP  # not what this machine takes: examples must repeat
+                self._done.append(job)
+        turn.jobs = [job for job in turn.jobs if job.outcome is None]
+        if not turn.jobs:
+            self._steps.pop(turn).close()
+            self.begun.remove(turn)
+        else:
+            assert more, "a read has ended without an outcome"
 
     def run_reads(self) -> None:
         while self.reads:
             self.begin_read()
         while self.begun:
-            self.end_read()
+            self.step_read()
 
     def run_writes(self, count: int | None = None) -> None:
         """Do the first ``count`` jobs of the writer, in one group."""
@@ -74,14 +85,6 @@ class StepIo:
             finish_group(self._backend, jobs)
             self._done += jobs
 
-    def shed(self, which: int) -> None:
-        """Drop a waiting write, as a full queue does."""
-        waiting = [job for job in self.writes if isinstance(job, WriteJob)]
-        job = waiting[which % len(waiting)]
-        self.writes.remove(job)
-        job.outcome = WriteOutcome.DROPPED
-        self._done.append(job)
-
     def run_all(self) -> None:
         self.run_reads()
         self.run_writes()
@@ -89,16 +92,22 @@ class StepIo:
     # --- Io ---
 
     def read(self, job: ReadJob) -> None:
-        self.reads.append(job)
+        self._queue(lambda queue: queue.add(job))
+
+    def read_layers(self, jobs: Sequence[ReadJob]) -> None:
+        self._queue(lambda queue: queue.add_layers(jobs, 2))
 
     def hurry(self, job: ReadJob) -> None:
         job.urgent = True
 
     def cancel(self, job: ReadJob) -> bool:
-        if job not in self.reads:
-            return False
-        self.reads.remove(job)
-        return True
+        for turn in self.reads:
+            if job in turn.jobs:
+                turn.jobs.remove(job)
+                if not turn.jobs:
+                    self.reads.remove(turn)
+                return True
+        return False
 
     def write(self, job: WriterJob) -> None:
         self.writes.append(job)
@@ -109,15 +118,22 @@ class StepIo:
 
     def wait(self, jobs: Iterable[Job], timeout: float | None = None) -> bool:
         wanted = set(jobs)
-        while not wanted.isdisjoint([*self.reads, *self.begun, *self.writes]):
-            if not self._one_ends(wanted, timeout):
+        while not wanted.isdisjoint(self._open()):
+            if not self._one_goes_on(wanted, timeout):
                 return False
         return True
 
     def wait_any(self, jobs: Iterable[Job], timeout: float | None = None) -> bool:
         wanted = set(jobs)
-        if wanted <= {*self.reads, *self.begun, *self.writes}:
-            return self._one_ends(wanted, timeout)
+        while wanted <= self._open():
+            if not self._one_goes_on(wanted, timeout):
+                return False
+        return True
+
+    def wait_layer(self, job: ReadJob, layer: int, timeout: float) -> bool:
+        while job.layers <= layer and job in self._open():
+            if not self._one_goes_on({job}, timeout):
+                return False
         return True
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -128,7 +144,17 @@ class StepIo:
         self.run_all()
         return True
 
-    def _one_ends(self, wanted: set[Job], timeout: float | None) -> bool:
+    def _queue(self, add: Callable[[ReadQueue], None]) -> None:
+        queue = ReadQueue()
+        add(queue)
+        while (turn := queue.take()) is not None:
+            self.reads.append(turn)
+
+    def _open(self) -> set[Job]:
+        turns = [*self.reads, *self.begun]
+        return {*self.writes, *(job for turn in turns for job in turn.jobs)}
+
+    def _one_goes_on(self, wanted: set[Job], timeout: float | None) -> bool:
         if not wanted.isdisjoint(self.writes):
             self._time.now += _STEP
             self.run_writes(1)
@@ -139,9 +165,10 @@ class StepIo:
             return False
         self._time.now += _STEP
         if not self.begun or self.pick(2):
-            queued = [job for job in self.reads if job in wanted] or self.reads
+            queued = [turn for turn in self.reads if not wanted.isdisjoint(turn.jobs)]
+            queued = queued or self.reads
             if queued:
-                job = queued[self.pick(len(queued))]
-                self.begin_read(self.reads.index(job))
-        self.end_read(self.pick(len(self.begun)))
+                turn = queued[self.pick(len(queued))]
+                self.begin_read(self.reads.index(turn))
+        self.step_read(self.pick(len(self.begun)))
         return True

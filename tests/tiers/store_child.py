@@ -83,7 +83,7 @@ def answer(value) -> None:
 def use_folder(folder: str, chunks: int, *death) -> None:
     files = Killer(*death) if death else kit.Files()
     store = kit.ChunkStore(Path(folder), chunks * kit.FILE_BYTES, files=files)
-    pool = kit.HostPool(kit.LAYOUT, 8 * kit.LAYOUT.nbytes)
+    pool = kit.HostPool(kit.LAYOUT, kit.SlabPlan(8, kit.LAYOUT.nbytes))
     io = kit.InlineIo(store)
     manager = kit.TierManager(kit.LAYOUT, kit.NAMESPACE, pool, store, io)
     answer(os.getpid())

@@ -12,7 +12,7 @@ import safetensors
 import torch
 
 from pcr_core.index.chunk import ChunkKey, Namespace
-from pcr_core.tiers import HostPool
+from pcr_core.tiers import HostPool, SlabPlan
 from pcr_core.tiers.store.chunk_file import (
     ChunkFormat,
     ReadOutcome,
@@ -48,7 +48,7 @@ def test_round_trip(kit, stored):
 
 
 def test_it_is_an_ordinary_safetensors_file(kit, tmp_path):
-    pool = HostPool(kit.layout, kit.layout.nbytes)
+    pool = HostPool(kit.layout, SlabPlan(1, kit.layout.nbytes))
     slot = pool.allocate()
     for index in range(2):
         for tensor in slot.layer(index):

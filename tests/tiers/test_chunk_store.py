@@ -418,14 +418,16 @@ def test_slots_being_written_stay_readable_and_pinned(kit):
             assert go.wait(60)
             super().fsync(fd)
 
-    manager = kit.manager(slots=2, files=Slow(), io=IoPool)
-    tokens = [*kit.prompt(1, 2), 9]
+    manager = kit.manager(slots=4, files=Slow(), io=IoPool)
+    written = manager._pool.reserves.writes
+    tokens, other = [*kit.prompt(1), 9], [*kit.prompt(3, 4, 5, 6), 9]
     kit.serve(manager, tokens)
-    assert kit.serve(manager, [*kit.prompt(3), 9]).sinks == []
-    assert kit.serve(manager, tokens).tiers == {0: "dram", 1: "dram"}
+    assert written == 1, "so the chunk is pinned"
+    assert kit.serve(manager, other).sinks == [0, 1, 2]
+    assert kit.serve(manager, tokens).tiers == {0: "dram"}
     go.set()
     assert manager.flush(60)
-    assert kit.serve(manager, [*kit.prompt(3), 9]).sinks == [0]
+    assert kit.serve(manager, other).sinks == [3]
     assert manager.check().ok
     assert manager.snapshot().bypassed_inserts == 1
 

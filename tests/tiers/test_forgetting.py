@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+from pcr_core.errors import ChunkLostError
 from pcr_core.index.node import Disk, Host
 from pcr_core.tiers import StopPolicy, TierManager
 from pcr_core.tiers.jobs import DocumentJob, WriteJob, WriteOutcome
@@ -76,6 +77,9 @@ class Process:
     def settle(self) -> None:
         self.io.run_all()
         self.manager.poll()
+        while self.io.writes:  # more than their share at once
+            self.io.run_writes()
+            self.manager.poll()
 
     def begin_forget(self, document: int):
         return self.manager.begin_forget(digest(document))
@@ -275,7 +279,7 @@ def test_a_chunk_that_is_being_read_ahead_is_not_published(process, begun):
     assert len(two.io.reads) == 3
     if begun:
         two.io.begin_read(1)
-        job = two.io.begun[0]
+        job = two.io.begun[0].jobs[0]
         job.view[:] = content(job.chunk.key)
     one.forget(2)
     two.manager.catch_up()
@@ -285,12 +289,39 @@ def test_a_chunk_that_is_being_read_ahead_is_not_published(process, begun):
     assert two.is_clean()
 
 
-def test_a_read_that_a_request_waits_for(process):
+def test_a_chunk_forgotten_between_its_layers(process):
+    """What was computed on of it was right; the rest is not used, nor is it kept."""
     one = process()
     one.serve(1, 2, 3)
     two = process(one.store.folder)
     lease = two.open(1, 2, 3)
-    assert set(lease.pending) == {0, 1, 2}
+    two.io.begin_read()
+    two.io.begin_read()
+    two.io.step_read(0)
+    two.io.step_read(1)
+    one.forget(2)
+    two.manager.catch_up()
+    assert [arrival.layers for arrival in lease.arriving.values()] == [1, 1, 1]
+    with pytest.raises(ChunkLostError) as caught:
+        lease.arriving[1].wait(1)
+    assert caught.value.index == 1
+    lease.lost(1)
+    assert 1 in lease.sinks
+    assert two.end(lease) == {0: "ssd"}
+    two.settle()
+    assert two.states(1, 2, 3) == ["dram", "none", "none"]
+    assert two.is_clean()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_read_that_a_request_waits_for(process, ahead):
+    one = process()
+    one.serve(1, 2, 3)
+    two = process(one.store.folder)
+    if ahead:
+        two.manager.look_ahead([question(1, 2, 3)])
+    lease = two.open(1, 2, 3)
+    assert set(lease.pending if ahead else lease.arriving) == {0, 1, 2}
     one.forget(2)
     two.manager.catch_up()
     assert two.end(lease) == {0: "ssd"}

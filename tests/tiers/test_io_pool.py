@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 
 import pytest
 
@@ -15,7 +16,10 @@ from pcr_core.tiers.jobs import (
     WriteJob,
     WriteOutcome,
 )
+from pcr_core.tiers.read_queue import Busy
 from pcr_core.tiers.store.chunk_file import ReadOutcome
+from tests.tiers.conftest import LAYOUT
+from tests.tiers.virtual import VirtualTime
 
 
 class Gate:
@@ -131,6 +135,219 @@ def test_nobody_waits_for_a_read_whose_reader_died(kit, gate, pool):
     assert io.wait(jobs, 60)
 
 
+# --- reads layer by layer ---
+
+LAYERS = len(LAYOUT.layers)
+
+
+class LayerByLayer(Gate):
+    """One layer of a leg goes through for each ticket of its first chunk.
+
+    Attributes:
+        legs: What each reader was given, by its first chunk.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open.set()
+        self.legs: dict[bytes, list[ReadJob]] = {}
+        self.tickets: defaultdict[bytes, threading.Semaphore] = defaultdict(
+            lambda: threading.Semaphore(0)
+        )
+        self.dies: BaseException | None = None
+        self.lost: set[ReadJob] = set()
+
+    def read_layers(self, jobs):
+        first = jobs[0].chunk.key
+        self.legs[first] = list(jobs)
+        self.entered.release()
+        for layer in range(LAYERS):
+            assert self.tickets[first].acquire(timeout=60)
+            if self.dies is not None:
+                raise self.dies
+            for job in jobs:
+                if job.outcome is None and not job.wanted:
+                    job.outcome = ReadOutcome.DROPPED
+                elif job in self.lost:
+                    job.outcome = ReadOutcome.CORRUPT
+                elif job.outcome is None:
+                    job.layers = layer + 1
+            if layer == LAYERS - 1:
+                for job in jobs:
+                    job.outcome = job.outcome or ReadOutcome.OK
+            yield
+
+    def let(self, job: ReadJob, layers: int = 1) -> None:
+        """Let the leg that a job is the first of come so many layers further."""
+        for _ in range(layers):
+            self.tickets[job.chunk.key].release()
+
+
+@pytest.fixture
+def legs():
+    return LayerByLayer()
+
+
+@pytest.fixture
+def layered(legs):
+    made = []
+
+    def make(readers: int) -> IoPool:
+        made.append(IoPool(legs, readers=readers))
+        return made[-1]
+
+    yield make
+    for leg in list(legs.legs.values()):
+        legs.let(leg[0], LAYERS)
+    for one in made:
+        one.close()
+
+
+def test_layers_are_shared_out_among_the_readers(kit, legs, layered):
+    io = layered(2)
+    jobs = [read_job(kit, number) for number in range(5)]
+    io.read_layers(jobs)
+    for _ in range(2):
+        assert legs.entered.acquire(timeout=60)
+    assert legs.legs == {
+        jobs[0].chunk.key: jobs[0::2],
+        jobs[1].chunk.key: jobs[1::2],
+    }
+    assert not io.wait_layer(jobs[0], 0, 0.01)
+    legs.let(jobs[0])
+    assert io.wait_layer(jobs[0], 0, 60)
+    assert io.wait_layer(jobs[4], 0, 60)
+    assert not io.wait_layer(jobs[1], 0, 0.01)
+    assert not io.wait_layer(jobs[0], 1, 0.01)
+    assert io.poll() == []
+    legs.let(jobs[0], LAYERS)
+    assert io.wait(jobs[0::2], 60)
+    assert io.poll() == jobs[0::2]
+    legs.let(jobs[1], LAYERS)
+    assert io.wait(jobs, 60)
+    assert {job.outcome for job in jobs} == {ReadOutcome.OK}
+    assert all(1.0 <= job.parallel <= 2.0 for job in jobs)
+
+
+def test_a_chunk_that_is_lost_is_handed_over_at_once(kit, legs, layered):
+    io = layered(1)
+    jobs = [read_job(kit, number) for number in range(3)]
+    legs.lost.add(jobs[1])
+    io.read_layers(jobs)
+    legs.let(jobs[0])
+    assert io.wait_layer(jobs[1], LAYERS - 1, 60)
+    assert io.poll() == [jobs[1]]
+    assert [job.outcome for job in jobs] == [None, ReadOutcome.CORRUPT, None]
+    legs.let(jobs[0], LAYERS)
+    assert io.wait(jobs, 60)
+    assert io.poll() == [jobs[0], jobs[2]]
+
+
+@pytest.mark.parametrize("error", [SystemExit("a bug"), ValueError("a bug")])
+def test_a_leg_whose_reader_dies_or_fails(kit, legs, layered, error):
+    io = layered(2)
+    jobs = [read_job(kit, number) for number in range(4)]
+    io.read_layers(jobs)
+    for _ in range(2):
+        assert legs.entered.acquire(timeout=60)
+    legs.let(jobs[0])
+    assert io.wait_layer(jobs[2], 0, 60)
+    legs.dies = error
+    legs.let(jobs[0])
+    assert io.wait_layer(jobs[0], LAYERS - 1, 60)
+    assert io.wait(jobs[0::2], 60)
+    assert {job.outcome for job in jobs[0::2]} == {ReadOutcome.FAILED}
+    assert {job.error for job in jobs[0::2]} == {error}
+    assert [job.layers for job in jobs] == [1, 0, 1, 0]
+    legs.dies = None
+    legs.let(jobs[1], LAYERS)
+    assert io.wait(jobs, 60)
+    assert {job.outcome for job in jobs[1::2]} == {ReadOutcome.OK}
+    again = [read_job(kit, number) for number in range(5, 7)]
+    io.read_layers(again)  # by as many readers as there are left
+    for job in again:
+        legs.let(job, LAYERS)
+    assert io.wait(again, 60)
+
+
+def test_without_a_reader_layers_fail_at_once(kit, legs, layered):
+    io = layered(1)
+    legs.dies = SystemExit("a bug")
+    first, second = read_job(kit, 1), read_job(kit, 2)
+    io.read_layers([first])
+    legs.let(first)
+    assert io.wait([first], 60)
+    io.read_layers([second])
+    assert second.outcome is ReadOutcome.FAILED
+    assert io.wait_layer(second, 0, 0.0)
+
+
+def test_what_has_not_begun_of_them_is_taken_back(kit, legs, layered):
+    io = layered(1)
+    running, *jobs = [read_job(kit, number) for number in range(4)]
+    io.read_layers([running])
+    assert legs.entered.acquire(timeout=60)
+    io.read_layers(jobs)
+    assert not io.cancel(running)
+    assert io.cancel(jobs[0])
+    assert not io.cancel(jobs[0])
+    legs.let(running, LAYERS)
+    legs.let(jobs[1], LAYERS)
+    assert io.wait([running, *jobs], 60)
+    assert legs.legs[jobs[1].chunk.key] == jobs[1:]
+    assert all(io.cancel(job) is False for job in jobs)
+
+
+def test_layers_go_before_reads_made_ahead(kit, legs, layered):
+    io = layered(1)
+    running, job, ahead = [read_job(kit, number) for number in range(3)]
+    io.read_layers([running])
+    assert legs.entered.acquire(timeout=60)
+    ahead.urgent = False
+    io.read(ahead)
+    io.read_layers([job])
+    legs.let(running, LAYERS)
+    assert legs.entered.acquire(timeout=60)
+    assert not ahead.begun
+    legs.let(job, LAYERS)
+    assert io.wait([ahead], 60)
+
+
+def test_closing_ends_them_with_their_next_layer(kit, legs, layered):
+    io = layered(1)
+    jobs = [read_job(kit, number) for number in range(2)]
+    io.read_layers(jobs)
+    legs.let(jobs[0])
+    assert io.wait_layer(jobs[1], 0, 60)
+    closer = threading.Thread(target=io.close)
+    closer.start()
+    while jobs[0].wanted:
+        threading.Event().wait(0.001)
+    legs.let(jobs[0], LAYERS)
+    closer.join()
+    assert {job.outcome for job in jobs} == {ReadOutcome.DROPPED}
+    late = read_job(kit, 5)
+    io.read_layers([late])
+    assert late.outcome is ReadOutcome.FAILED
+
+
+def test_how_many_readers_are_busy_on_average():
+    time = VirtualTime()
+    busy = Busy(time)
+    mark = busy.change(1)
+    assert busy.mean(mark) == 1.0  # no time has passed
+    time.now = 1.0
+    busy.change(1)
+    time.now = 3.0
+    assert busy.mean(mark) == pytest.approx((1 + 2 * 2) / 3)
+    busy.change(-1)
+    time.now = 5.0
+    assert busy.mean(mark) == pytest.approx((1 + 2 * 2 + 2) / 5)
+
+
+# --- writes ---
+
+
 def test_waiting_writes_are_grouped(kit, gate, pool):
     io = pool(group=3)
     jobs = [write_job(kit, number) for number in range(5)]
@@ -143,36 +360,16 @@ def test_waiting_writes_are_grouped(kit, gate, pool):
     assert gate.groups == [jobs[:1], jobs[1:4], jobs[4:]]
 
 
-@pytest.mark.parametrize("limit", ["count", "bytes"])
-def test_a_full_queue_drops_the_lowest_stamp(kit, gate, pool, limit):
-    if limit == "count":
-        io = pool(max_writes=2)
-    else:
-        io = pool(max_write_bytes=2 * kit.layout.nbytes)
-    running = write_job(kit, 9)
-    io.write(running)
-    assert gate.entered.acquire(timeout=60)
-    five, four, six = (write_job(kit, number) for number in (5, 4, 6))
-    for job in (five, four, six):
-        io.write(job)
-    assert io.poll() == [four]
-    assert four.outcome is WriteOutcome.DROPPED
-    gate.open.set()
-    assert io.flush(60)
-    assert gate.groups == [[running], [five, six]]
-
-
-def test_removals_are_never_dropped_and_keep_their_place(kit, gate, pool):
-    io = pool(max_writes=1)
+def test_all_jobs_of_the_writer_keep_their_place(kit, gate, pool):
+    io = pool()
     io.write(write_job(kit, 1))
     assert gate.entered.acquire(timeout=60)
-    delete, touch = DeleteJob([]), TouchJob()
-    two, three = write_job(kit, 2), write_job(kit, 3)
-    for job in (delete, two, touch, three):
+    jobs = [write_job(kit, 2), DeleteJob([]), TouchJob(), write_job(kit, 1)]
+    for job in jobs:
         io.write(job)
     gate.open.set()
     assert io.flush(60)
-    assert gate.groups[1] == [delete, touch, three]
+    assert gate.groups[1] == jobs
 
 
 def test_flush_gives_up_at_the_timeout(kit, gate, pool):

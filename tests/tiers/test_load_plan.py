@@ -22,7 +22,7 @@ from pcr_core.model.prefill_plan import (
     next_segment,
     shape_independent,
 )
-from pcr_core.tiers.load_plan import LoadPlanner
+from pcr_core.tiers.load_plan import Behind, LoadPlanner
 
 CHUNK = 64
 NBYTES = 1_000_000
@@ -130,6 +130,66 @@ def test_a_queue_before_the_reads() -> None:
     behind = planner.split(range(40), queued=10 * NBYTES)
     assert alone < behind < 40
     assert planner.split(range(40), queued=100 * NBYTES) == 40
+
+
+def by_layer(machine: Machine, layers: int = 32, cuts: Cuts = ANYWHERE) -> LoadPlanner:
+    planner = machine.planner(cuts)
+    planner.layers = layers
+    return planner
+
+
+def test_what_goes_on_meanwhile_makes_reading_all_worth_it() -> None:
+    """With 3000 tokens to compute behind the run, its read costs next to nothing."""
+    planner, behind = by_layer(Machine()), Behind(40 * CHUNK, 3000)
+    assert planner.split(range(40), after=3000) > 0
+    assert planner.split(range(40), after=3000, behind=behind) == 0
+    # The forward that hides it may lie behind chunks that are in DRAM.
+    assert planner.split(range(40)) > 0
+    assert planner.split(range(40), behind=Behind(60 * CHUNK, 3000)) == 0
+    # With one layer, nothing goes on meanwhile.
+    planner.layers = 1
+    assert planner.split(range(40), after=3000, behind=behind) > 0
+
+
+def test_filling_from_both_ends_where_that_is_faster_still() -> None:
+    """The forward behind it is short, so reading all takes as long as ever."""
+    planner, behind = by_layer(Machine()), Behind(40 * CHUNK, 20)
+    cut = planner.split(range(40), after=20)
+    assert 18 <= cut <= 22
+    assert planner.split(range(40), after=20, behind=behind) == cut
+
+
+def test_a_slow_disk_is_not_read_layer_by_layer_either() -> None:
+    planner, behind = by_layer(Machine(read=60.0)), Behind(40 * CHUNK, 3000)
+    assert planner.split(range(40), after=3000, behind=behind) == 40
+
+
+def test_on_the_grid_only_one_forward_goes_on_meanwhile() -> None:
+    behind = Behind(40 * CHUNK, 3000)
+    planner = by_layer(Machine(), cuts=grid(CHUNK))
+    cut = planner.split(range(40), after=3000)
+    assert planner.split(range(40), after=3000, behind=behind) == cut > 0
+
+
+@pytest.mark.parametrize("layers", [1, 2, 8, 32])
+@pytest.mark.parametrize("read", [1e-3, 0.02, 0.064])
+@pytest.mark.parametrize("new", [20, 400, 3000])
+def test_the_time_of_reading_all_is_the_pipelines(layers, read, new) -> None:
+    """The longer of both and one layer's read, but never more than one after other."""
+    machine = Machine(read=read)
+    planner = by_layer(machine, layers)
+    behind = Behind(40 * CHUNK, new)
+    reads = planner.reads.seconds(40 * NBYTES)
+    computing = planner.computing(*behind)
+    expected = min(reads + computing, max(reads, computing) + reads / layers)
+    found = planner._total(range(40), 0, 0, new, 0) - planner._overlap(40, behind)
+    assert found == pytest.approx(expected)
+
+
+def test_how_long_computing_takes_may_be_unknown() -> None:
+    assert LoadPlanner(PrefillTimes(), ReadTimes(), CHUNK, NBYTES).computing(0, 64) == (
+        math.inf
+    )
 
 
 def test_a_refused_disk_is_tried_again() -> None:

@@ -6,12 +6,15 @@ The manager, its planner and its estimates are the real ones; only the clock is 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 
+from pcr_core.errors import ChunkLostError
 from pcr_core.index.chunk import ChunkLayout, LayerShape, Namespace, chunk_keys
 from pcr_core.model.prefill_plan import (
     Cuts,
+    Segment,
     front_chunk,
     grid,
     next_segment,
@@ -20,6 +23,8 @@ from pcr_core.model.prefill_plan import (
 from pcr_core.tiers import (
     HostPool,
     InlineIo,
+    Lease,
+    SlabPlan,
     StopPolicy,
     TierManager,
     TierSettings,
@@ -32,7 +37,8 @@ from tests.tiers.test_load_plan import CHUNK, RUNS, Machine, alone, machines
 from tests.tiers.virtual import VirtualIo, VirtualTime
 from tests.tiers.world import CHUNK_SECONDS, World, question
 
-SMALL = ChunkLayout((LayerShape(1, 1, 1),), CHUNK, "F32", 4)
+LAYERS = 4
+SMALL = ChunkLayout((LayerShape(1, 1, 1),) * LAYERS, CHUNK, "F32", 4)
 SPACE = Namespace.of([("test", b"loading")])
 ANYWHERE = shape_independent()
 TAIL = 20
@@ -75,11 +81,12 @@ class Bench:
         self.manager = self._manager(self.io, settings)
         self._serve(self.manager, run.start)
         self._train(believed or machine)
+        self.restarts = 0
         self.time.now = 0.0
         self.io.start_afresh()
 
     def _manager(self, io, settings=None) -> TierManager:
-        pool = HostPool(SMALL, (self.run.stop + 1) * SMALL.nbytes)
+        pool = HostPool(SMALL, SlabPlan(2 * self.run.stop + 2, SMALL.nbytes))
         return TierManager(
             SMALL, SPACE, pool, self.store, io, settings, timer=self.time
         )
@@ -91,6 +98,7 @@ class Bench:
             for index, slot in lease.sinks.items():
                 slot.view[:] = self._content(index)
                 lease.filled(index)
+        assert manager.flush()
 
     def _train(self, machine: Machine) -> None:
         """Let the manager have seen what ``machine`` can do."""
@@ -102,6 +110,7 @@ class Bench:
             reads.observe(size, parallel * machine.read, parallel=parallel)
         vars(self.manager.prefill_times).update(vars(planner.prefill))
 
+    @cache  # noqa: B019 - it lives as long as a test
     def _content(self, index: int) -> bytes:
         return (self.keys[index] * (SMALL.nbytes // 32 + 1))[: SMALL.nbytes]
 
@@ -124,12 +133,14 @@ class Bench:
                     lease.pending,
                     self.cuts,
                 )
-                for index in segment.loads:
-                    assert bytes(lease.sources[index].view) == self._content(index)
-                new = segment.stop - segment.start
-                seconds = self.machine.forward(segment.start, new)
-                self.time.now += seconds
-                self.manager.prefill_times.observe(segment.start, new, seconds)
+                try:
+                    self.forward(lease, segment)
+                except ChunkLostError as error:
+                    lost = error.index
+                    lease.lost(lost)
+                    assert lost not in lease.sources
+                    self.restarts += 1
+                    continue
                 for index in segment.stores:
                     if index in lease.sinks:
                         lease.sinks[index].view[:] = self._content(index)
@@ -138,6 +149,20 @@ class Bench:
             self.tiers = dict(lease.tiers)
         assert self.manager.check_memory() == []
         return self.time.now - begun
+
+    def forward(self, lease: Lease, segment: Segment) -> None:
+        """Layer by layer: wait for what it reads, look at it, let the time go by."""
+        new = segment.stop - segment.start
+        seconds = self.machine.forward(segment.start, new)
+        for layer in range(LAYERS):
+            for index in segment.loads:
+                if index in lease.arriving:
+                    lease.arriving[index].wait(layer)
+                start, end = SMALL.layer_offsets[layer : layer + 2]
+                found = bytes(lease.sources[index].view[start:end])
+                assert found == self._content(index)[start:end]
+            self.time.now += seconds / LAYERS
+        self.manager.prefill_times.observe(segment.start, new, seconds)
 
     def forget_dram(self) -> None:
         """Have the run on SSD only again."""
@@ -170,6 +195,41 @@ def test_never_worse_than_either(cuts: Cuts) -> None:
                 spent = bench.prefill()
             assert spent <= 1.05 * min(bench.seconds), (machine, run)
             assert set(bench.states()) == {"dram"}
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("read", [1e-4, 1e-3, 4e-3])
+@pytest.mark.parametrize("fixed", [1e-4, 0.03, 0.3])
+def test_a_run_that_is_read_whole_is_computed_on_meanwhile(
+    readers: int, read: float, fixed: float
+) -> None:
+    """For two forwards: one shorter than the read, one longer, one about as long."""
+    for run in (range(20), range(3, 40), range(10, 80)):
+        bench = Bench(Machine(fixed=fixed, read=read, readers=readers), run)
+        loading = bench.machine.load(len(run))
+        computing = bench.machine.forward(run.stop * CHUNK, TAIL)
+        spent = bench.prefill()
+        assert list(bench.tiers.values()).count("ssd") == len(run)
+        assert spent <= max(loading, computing) + loading / LAYERS + 1e-9
+        assert bench.restarts == 0
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize(("slower", "most"), [(40, 1.4), (100, 2.0), (1000, 2.1)])
+def test_a_convoy_that_is_slower_than_computing_is_left(
+    readers: int, slower: int, most: float
+) -> None:
+    """The plan was made for another disk. It is noticed between two layers, or when
+    the first has taken as long as computing would."""
+    believed = Machine(readers=readers, read=0.003)
+    true = Machine(readers=readers, read=0.003 * slower)
+    bench = Bench(true, range(60), believed=believed)
+    spent = bench.prefill()
+    loaded, computed = bench.seconds
+    assert loaded > 1.3 * computed
+    assert bench.restarts == 1
+    assert bench.manager.stats.recomputed == 60
+    assert spent < most * computed
 
 
 @pytest.mark.parametrize("readers", [1, 2])
@@ -276,7 +336,8 @@ def test_a_lease_that_has_ended_has_nothing_to_wait_for(kit) -> None:
 
 def test_wait_complete_waits_although_computing_is_faster() -> None:
     bench = Bench(Machine(read=5.0), range(20), stop=stop_policy("wait_complete", 1.0))
-    assert bench.prefill() == pytest.approx(bench.seconds[0])
+    tail = bench.machine.forward(20 * CHUNK, TAIL)
+    assert bench.prefill() == pytest.approx(bench.machine.load(20) + tail / LAYERS)
     assert bench.tiers == dict.fromkeys(range(20), "ssd")
 
 
@@ -337,6 +398,7 @@ def test_a_disk_that_hangs_costs_a_request_one_wait_only(kit) -> None:
     request = question(*range(1, 21))
     world = World(kit, [request], stop=stop_policy("wait_complete", 1.0))
     world.io.latency = 1e6
+    world.look(request)
     found = world.run(request)
     assert found.tiers == {}
     assert found.exposed == pytest.approx(60.0)
@@ -348,15 +410,47 @@ def test_a_disk_that_hangs_costs_a_request_one_wait_only(kit) -> None:
     assert world.manager.check().ok
 
 
+def test_a_convoy_that_hangs_costs_a_request_one_wait_only(kit) -> None:
+    request = question(*range(1, 21))
+    world = World(kit, [request], stop=stop_policy("wait_complete", 1.0))
+    world.io.latency = 1e6
+    found = world.run(request)
+    assert found.tiers == {}
+    assert found.exposed == pytest.approx(60.0)
+    assert world.manager.stats.read_timeouts == 20
+    # All reads have begun: they keep their slots, until they notice.
+    assert world.in_dram(request) == [False] * 20
+    assert world.manager.snapshot().dram_bytes == 20 * LAYOUT.nbytes
+    world.io.latency = 0.0
+    world.time.now += 1e8
+    assert world.in_dram(request) == [False] * 20
+    assert world.manager.snapshot().dram_bytes == 0
+    assert world.manager.stats.read_errors == 0
+    assert world.manager.check().ok
+    assert world.run(request).tiers == dict.fromkeys(range(20), "ssd")
+
+
 def test_a_slow_disk_is_not_a_hanging_one(kit) -> None:
     """It is the time without any progress that counts, not the whole."""
     request = question(*range(1, 21))
     world = World(kit, [request], stop=stop_policy("wait_complete", 1.0))
     world.io.latency = 59.0
+    world.look(request)
     with world.manager.lease(request.keys, request.tokens, 20) as lease:
         lease.settle(19)
         assert set(lease.sources) == set(range(20))
     assert world.time.now == pytest.approx(20 * 60.0)
+
+
+def test_nor_is_a_slow_convoy(kit) -> None:
+    request = question(*range(1, 21))
+    world = World(kit, [request], stop=stop_policy("wait_complete", 1.0))
+    world.io.latency = 4.9
+    with world.manager.lease(request.keys, request.tokens, 20) as lease:
+        lease.wait()
+        assert set(lease.sources) == set(range(20))
+    assert world.time.now == pytest.approx(20 * 5.9)
+    assert world.time.now / len(LAYOUT.layers) == pytest.approx(59.0)
 
 
 def test_a_wait_is_shared_by_nobody(kit) -> None:
@@ -371,6 +465,7 @@ def test_a_wait_is_shared_by_nobody(kit) -> None:
 def test_every_byte_that_is_lent_is_right(kit) -> None:
     request = question(1, 2, 3)
     world = World(kit, [request])
+    world.look(request)
     with world.manager.lease(request.keys, request.tokens, 3) as lease:
         assert not lease.sources
         assert set(lease.pending) == {0, 1, 2}

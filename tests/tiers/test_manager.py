@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import pytest
 
 from pcr_core.errors import ConfigError
-from pcr_core.tiers import HostPool, InlineIo, TierManager, open_tiers
+from pcr_core.tiers import HostPool, InlineIo, SlabPlan, TierManager, open_tiers
+from pcr_core.tiers.slabs import PAGE
+from tests.tiers.registrars import FakeRegistrar, until
 
 
 def test_second_request_reads_dram(kit):
@@ -223,9 +226,9 @@ def test_lease_left_without_waiting_still_gets_its_reads(kit):
     first.close()
     second = kit.manager()
     with second.lease(kit.keys_of(tokens), tokens, 2) as lease:
-        assert dict(lease.sources) == {}
+        assert set(lease.sources) == {0, 1}
     assert second.match(kit.keys_of(tokens)) == ["dram", "dram"]
-    assert second.snapshot().ssd_hit_tokens == 0
+    assert second.snapshot().ssd_hit_tokens == 2 * kit.layout.chunk_tokens
     assert second.check().ok
 
 
@@ -295,7 +298,7 @@ def test_ssd_budget_below_one_chunk_names_both_numbers(kit):
         open_tiers(
             kit.layout,
             kit.namespace,
-            dram_bytes=kit.layout.nbytes,
+            dram_bytes=PAGE,
             cache_dir=kit.folder,
             ssd_bytes=1,
         )
@@ -307,7 +310,7 @@ def test_open_builds_both_tiers_with_threads(kit):
         manager = open_tiers(
             kit.layout,
             kit.namespace,
-            dram_bytes=16 * kit.layout.nbytes,
+            dram_bytes=2 * PAGE,
             cache_dir=kit.folder,
             ssd_bytes=16 * kit.file_nbytes,
         )
@@ -318,6 +321,43 @@ def test_open_builds_both_tiers_with_threads(kit):
         manager.close()
 
 
+def test_dram_is_pinned_behind_it_and_given_back_at_the_end(kit):
+    driver = FakeRegistrar()
+    driver.gate.clear()
+    manager = open_tiers(
+        kit.layout,
+        kit.namespace,
+        dram_bytes=2 * PAGE,
+        cache_dir=kit.folder,
+        ssd_bytes=16 * kit.file_nbytes,
+        registrar=driver,
+    )
+    assert manager.snapshot().dram_allocated == 0
+    tokens = [*kit.prompt(1, 2, 3), 9]
+    kit.serve(manager, tokens)
+    before = manager.snapshot()
+    assert (before.dram_allocated, before.dram_pinned) == (2 * PAGE, 0)
+    memory = weakref.ref(manager._pool._slabs[0][0].bytes.obj)
+    driver.gate.set()
+    until(lambda: manager.snapshot().dram_pinned == 2 * PAGE)
+    assert kit.serve(manager, tokens).tiers == {0: "dram", 1: "dram", 2: "dram"}
+    manager.close()
+    assert memory() is None, "although somebody holds the closed manager"
+    assert [what for what, _ in driver.calls] == ["register", "unregister"]
+    assert not driver.mistakes
+
+
+def test_a_budget_that_no_machine_has_is_refused(kit):
+    with pytest.raises(ConfigError, match="cannot be had"):
+        open_tiers(
+            kit.layout,
+            kit.namespace,
+            dram_bytes=2**60,
+            cache_dir=kit.folder,
+            ssd_bytes=0,
+        )
+
+
 def test_other_namespaces_share_the_budget_but_not_the_chunks(kit):
     from pcr_core.index.chunk import Namespace, chunk_keys
     from pcr_core.tiers import ChunkStore
@@ -325,7 +365,7 @@ def test_other_namespaces_share_the_budget_but_not_the_chunks(kit):
     kit.serve(kit.manager(ssd_chunks=2), [*kit.prompt(1, 2), 9])
     other = Namespace.of([("test", b"other")])
     store = ChunkStore(kit.folder, 2 * kit.file_nbytes)
-    pool = HostPool(kit.layout, 4 * kit.layout.nbytes)
+    pool = HostPool(kit.layout, SlabPlan(4, kit.layout.nbytes))
     clock = kit.Clock(start=10**9)
     manager = TierManager(kit.layout, other, pool, store, InlineIo(store), clock=clock)
     tokens = [*kit.prompt(1), 9]

@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from pcr_core.errors import CancelledError, ChunkLostError
 from pcr_core.index.chunk import ChunkKey, Namespace, chunk_keys
 from pcr_core.index.node import Disk, Host
 from pcr_core.tiers import (
@@ -43,12 +45,13 @@ from pcr_core.tiers import (
     InlineIo,
     Lease,
     NoStore,
+    SlabPlan,
     TierManager,
     TierSettings,
     stop_policy,
 )
 from pcr_core.tiers.audit import audit_memory
-from pcr_core.tiers.jobs import ReadJob, WriteJob
+from pcr_core.tiers.jobs import ReadJob
 from pcr_core.tiers.store.chunk_file import ChunkFormat, ChunkId, chunk_key
 from pcr_core.tiers.store.chunk_index import IndexTroubleError
 from tests.tiers.conftest import (
@@ -57,7 +60,6 @@ from tests.tiers.conftest import (
     NAMESPACE,
     Clock,
     FaultyFiles,
-    prompt,
 )
 from tests.tiers.stepwise import StepIo
 from tests.tiers.virtual import VirtualTime
@@ -98,6 +100,7 @@ class Plan:
     write_policy: str
     stop: str
     stepwise: bool
+    shortest_head: int | None
 
     @property
     def settings(self) -> TierSettings:
@@ -107,6 +110,7 @@ class Plan:
             write_policy=WRITE_POLICIES[self.write_policy](),
             tenant=TENANTS[self.tenant],
             quota_bytes=self.quota_bytes,
+            shortest_head=self.shortest_head,
         )
 
     @property
@@ -134,7 +138,13 @@ def any_plan(draw: random.Random) -> Plan:
         write_policy=draw.choice(["write_through", *WRITE_POLICIES]),
         stop=draw.choice(["best_effort", "wait_complete", "timeout", "off"]),
         stepwise=draw.random() < 0.8,
+        shortest_head=draw.choice([None, 1]),
     )
+
+
+def tokens_of(chunks: Chunks) -> list[int]:
+    """All chunks begin alike, so that any may be a head."""
+    return [token for number in chunks for token in (7, number, number, number)]
 
 
 class Inline(InlineIo):
@@ -181,10 +191,15 @@ class Wanted:
 
 @dataclass(eq=False)
 class Opened:
-    """A lease, and the epoch in which its request began."""
+    """A lease, and the epoch in which its request began.
+
+    Attributes:
+        seen: Bytes of each chunk that counted as there, while it is lent.
+    """
 
     lease: Lease
     epoch: int
+    seen: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -230,6 +245,7 @@ class TierMachine(RuleBasedStateMachine):
         self.users: list[User] = []
         self.paths: dict[ChunkKey, tuple[int, Chunks]] = {}
         self.meaning: dict[bytes, tuple[ChunkKey, int]] = {}
+        self.wholes: defaultdict[ChunkKey, list[bytes]] = defaultdict(list)
         self.forgotten: list[tuple[int, int]] = []  # epoch, document
         self.limit = 0
         self.quotas = {tenant: None for tenant in TENANTS}
@@ -251,6 +267,7 @@ class TierMachine(RuleBasedStateMachine):
                 tenant=TENANTS[plan.tenant],
                 quota_bytes=plan.quota_bytes,
                 files=self.files,
+                least_read=1,
             )
             store._index = FaultyIndex(store._index, self.files)
             self.raise_limits(plan)
@@ -262,7 +279,7 @@ class TierMachine(RuleBasedStateMachine):
         manager = TierManager(
             LAYOUT,
             NAMESPACES[plan.tenant],
-            HostPool(LAYOUT, plan.slots * LAYOUT.nbytes),
+            HostPool(LAYOUT, SlabPlan(plan.slots, LAYOUT.nbytes)),
             store,
             io,
             plan.settings,
@@ -343,7 +360,7 @@ class TierMachine(RuleBasedStateMachine):
     # --- the model ---
 
     def request(self, user: User, chunks: Chunks) -> Wanted:
-        tokens = [*prompt(*chunks), 9]
+        tokens = [*tokens_of(chunks), 7, 9]
         number = user.plan.tenant
         keys = chunk_keys(NAMESPACES[number], tokens, LAYOUT.chunk_tokens)
         for index, key in enumerate(keys):
@@ -355,6 +372,7 @@ class TierMachine(RuleBasedStateMachine):
         name = key + epoch.to_bytes(4, "little")
         data = hashlib.shake_256(name).digest(LAYOUT.nbytes)
         self.meaning[data] = key, epoch
+        self.wholes[key] = [*self.wholes[key], data]
         return data
 
     def last_forgotten(self, key: ChunkKey, events) -> int:
@@ -372,6 +390,25 @@ class TierMachine(RuleBasedStateMachine):
             events = list(enumerate(user.forgotten, start=1))
         events = [(at, document) for at, document in events if at <= known]
         assert epoch >= self.last_forgotten(key, events), "a forgotten chunk was lent"
+
+    def sources_are_right(self, user: User, opened: Opened) -> None:
+        """What is lent, as far as it is there, and that it stays as it was."""
+        lease, ends = opened.lease, LAYOUT.layer_offsets
+        assert lease.arriving.keys() <= lease.sources.keys()
+        assert lease.tiers.keys() == lease.sources.keys()
+        for gone in opened.seen.keys() - lease.sources.keys():
+            del opened.seen[gone]
+        for index, slot in lease.sources.items():
+            key, there = lease.keys[index], LAYOUT.nbytes
+            if index in lease.arriving:
+                there = ends[lease.arriving[index].layers]
+            data = bytes(slot.view[:there])
+            assert data.startswith(opened.seen.get(index, b"")), "lent bytes changed"
+            opened.seen[index] = data
+            if data:
+                wholes = self.wholes[key]
+                whole = next((one for one in wholes if one.startswith(data)), data)
+                self.must_be_right(user, key, whole, opened.epoch)
 
     # --- requests ---
 
@@ -391,12 +428,27 @@ class TierMachine(RuleBasedStateMachine):
             return None
         known = user.epoch
         usable = min(usable, len(want.keys))
-        lease = user.manager.lease(want.keys, want.tokens, usable)
+        resident = self.random.choice([0, 0, self.random.randrange(len(want.tokens))])
+        lease = user.manager.lease(want.keys, want.tokens, usable, resident)
         opened = Opened(lease, known)
         user.leases.append(opened)
-        for index, slot in lease.sources.items():
-            self.must_be_right(user, want.keys[index], bytes(slot.view), known)
+        self.sources_are_right(user, opened)
+        assert lease.covered == min(resident // LAYOUT.chunk_tokens, len(want.keys))
+        self.heads_are_right(user, opened, want.tokens)
         return opened
+
+    def heads_are_right(self, user: User, opened: Opened, tokens: list[int]) -> None:
+        """They hold what the prompt has at their place, behind the same tokens."""
+        for index, head in opened.lease.heads.items():
+            self.must_be_right(user, head.node.key, bytes(head.slot.view), opened.epoch)
+            start = index * LAYOUT.chunk_tokens
+            _, chunks = self.paths[head.node.key]
+            mine = tokens[: start + head.tokens]
+            assert tokens_of(chunks)[: len(mine)] == mine
+            assert len(chunks) == index + 1
+            assert 0 < head.tokens < len(tokens) - start
+            assert index not in opened.lease.sources
+            assert index not in opened.lease.pending
 
     def register(self, user: User, chunks: Chunks, want: Wanted) -> None:
         heads = {bytes([d]) * 16: want.keys[chunks.index(d)] for d in set(chunks)}
@@ -410,6 +462,42 @@ class TierMachine(RuleBasedStateMachine):
         for index in sorted(opened.lease.pending)[: draw.randint(1, 4)]:
             opened.lease.settle(index)
             assert index not in opened.lease.pending
+
+    @precondition(lambda self: any(user.leases for user in self.users))
+    @rule(seed=SEEDS)
+    def forward(self, seed):
+        """Go through some layers of all that is lent; one in eight is cancelled."""
+        draw = random.Random(seed)
+        user, opened = self.any_lease(draw)
+        lease, looks = opened.lease, draw.choice([0, 1, *[10**6] * 6])
+
+        def look():
+            nonlocal looks
+            looks -= 1
+            if looks < 0:
+                raise CancelledError("nobody waits any more")
+
+        lease.checkpoint = look
+        try:
+            self.go_through(user, opened, draw.randint(1, len(LAYOUT.layers)))
+        except CancelledError:
+            self.end_lease(user, opened, filled=0, waits=False)
+
+    def go_through(self, user: User, opened: Opened, layers: int) -> None:
+        lease = opened.lease
+        for layer in range(layers):
+            for index in sorted(lease.arriving):
+                try:
+                    lease.arriving[index].wait(layer)
+                except ChunkLostError as error:
+                    lost = error.index
+                    assert lost == index
+                    lease.lost(lost)
+                    assert index not in lease.sources
+                    self.go_through(user, opened, layers)
+                    return
+                assert lease.arriving[index].layers > layer
+            self.sources_are_right(user, opened)
 
     @precondition(lambda self: any(user.leases for user in self.users))
     @rule(seed=SEEDS)
@@ -452,8 +540,9 @@ class TierMachine(RuleBasedStateMachine):
         if waits:
             lease.wait()
             assert not lease.pending
-        for at, slot in lease.sources.items():
-            assert self.meaning[bytes(slot.view)][0] == lease.keys[at]
+            assert not lease.arriving
+        self.sources_are_right(user, opened)
+        assert all(at >= lease.covered for at in lease.sources), "on the device"
         for at, slot in lease.sinks.items():
             assert at not in lease.sources
             assert at not in lease.pending
@@ -539,9 +628,7 @@ class TierMachine(RuleBasedStateMachine):
         elif number < 5 and io.reads:
             io.begin_read(draw.randrange(len(io.reads)))
         elif number < 8 and io.begun:
-            io.end_read(draw.randrange(len(io.begun)))
-        elif number < 9 and any(isinstance(job, WriteJob) for job in io.writes):
-            io.shed(draw.randrange(10))
+            io.step_read(draw.randrange(len(io.begun)))
         else:
             io.run_writes(draw.randint(1, 5))
             self.note_forgotten(user)
@@ -606,11 +693,12 @@ class TierMachine(RuleBasedStateMachine):
     def memory_adds_up(self):
         for user in self.users:
             manager = user.manager
-            held = sum(len(opened.lease.path) for opened in user.leases)
+            held = sum(len(opened.lease.pinned) for opened in user.leases)
             slots = manager._dram.slots
             assert audit_memory(manager._tree, manager._pool, slots, held) == []
             assert len(slots) <= user.plan.slots
             writes, room = manager._writes, manager._room
+            assert {node.key for node in manager._dram.siblings} == set(slots)
             for node in [*writes._unsaved, *writes._saved, *manager._dram.fetched]:
                 assert node.host is Host.READY
             writing = {n for n in manager._tree.nodes() if n.disk is Disk.WRITING}
@@ -634,10 +722,13 @@ class TierMachine(RuleBasedStateMachine):
     def what_is_lent_stays_as_it_is(self):
         for user in self.users:
             for opened in user.leases:
+                self.sources_are_right(user, opened)
                 lease = opened.lease
-                for index, slot in lease.sources.items():
-                    key = lease.keys[index]
-                    self.must_be_right(user, key, bytes(slot.view), opened.epoch)
+                assert lease.sinks.keys().isdisjoint(lease.sources)
+                assert lease.pending.isdisjoint([*lease.sources, *lease.sinks])
+                for head in lease.heads.values():
+                    key = head.node.key
+                    self.must_be_right(user, key, bytes(head.slot.view), opened.epoch)
 
     @invariant()
     def nothing_doomed_stays(self):
@@ -692,7 +783,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def file(self, key: ChunkKey, data: bytes) -> bytes:
         number, chunks = self.paths[key]
-        tokens = prompt(*chunks)
+        tokens = tokens_of(chunks)
         keys = chunk_keys(NAMESPACES[number], tokens, LAYOUT.chunk_tokens)
         parent = keys[-2] if len(keys) > 1 else NAMESPACES[number].root
         chunk = ChunkId(key, parent, tokens[-LAYOUT.chunk_tokens :])

@@ -100,12 +100,12 @@ def owed(manager: TierManager) -> dict[str, int]:
         "leases": len(manager._leases),
         "pins": sum(node.pins for node in manager._tree.nodes()),
         "reads": len(manager._reads._readings) + len(manager._reads._by_node),
-        "writes": len(writes._writing) + room._coming,
+        "writes": len(writes._writing) + len(writes._waiting) + room._coming,
         "removals": len(room._deleting) + room._leaving + room._own_leaving,
         "hidden": len(manager._catalogue.leaving) + len(manager._catalogue.unreadable),
         "doomed": len(manager._forgetting._doomed),
-        "queued": len(io._urgent) + len(io._ahead) + len(io._writes),
-        "done": len(io._done) + len(io._running) + io._waiting_bytes,
+        "queued": len(list(io._reads)) + len(io._writes),
+        "done": len(io._done) + len(io._running),
         "slots": SLOTS - manager._tree.host_ready - manager._pool.free_count,
     }
 
@@ -147,7 +147,7 @@ def soak(kit, requests: int, **settings) -> None:
     manager = kit.manager(
         slots=SLOTS,
         ssd_chunks=FILES,
-        io=lambda store: IoPool(store, max_writes=8),
+        io=IoPool,
         **settings,
     )
     manager.departures._capacity = REMEMBERED

@@ -14,7 +14,7 @@ from statistics import median
 
 import pytest
 
-from pcr_core.tiers import HostPool, InlineIo, TierManager, TierSettings
+from pcr_core.tiers import HostPool, InlineIo, SlabPlan, TierManager, TierSettings
 from pcr_core.tiers.store.chunk_index import Record
 from pcr_core.tiers.write_policy import WRITE_POLICIES
 from tests.tiers.conftest import (
@@ -93,7 +93,7 @@ class House:
         manager = TierManager(
             LAYOUT,
             NAMESPACE,
-            HostPool(LAYOUT, chunks * LAYOUT.nbytes),
+            HostPool(LAYOUT, SlabPlan(chunks, LAYOUT.nbytes)),
             store,
             InlineIo(store),
             TierSettings(**settings),

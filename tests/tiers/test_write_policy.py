@@ -112,7 +112,7 @@ def test_a_stuck_disk_never_blocks_and_never_grows(kit):
 
     def io(store):
         stuck.append(_Stuck(store))
-        return IoPool(stuck[0], max_writes=4)
+        return IoPool(stuck[0])
 
     manager = kit.manager(slots=16, ssd_chunks=500, write_policy=OnEvict(), io=io)
     for number in range(100, 400, 2):

@@ -5,6 +5,7 @@ chunk is one ``writev`` and one ``preadv`` and is never copied or parsed. The he
 has a fixed size for a given layout and is a pure function of the chunk's identity and
 of the checksums of its bytes. A reader therefore does not parse it: it computes the
 checksums of what it read, builds the header that must belong to them, and compares.
+(``layer_reads`` reads the same files layer by layer.)
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ ALIGNMENT = 4096
 """The data section starts on a page, so that direct I/O and mmap stay possible."""
 
 
+_SUMS = b'"layers_xxh3_128":"'
 _LONGEST_HEADER = 64 * 2**20
 
 
 class ReadOutcome(enum.Enum):
-    """What became of a read. Only ``OK`` leaves usable bytes in the buffer."""
+    """What became of a read. Only ``OK`` leaves a whole chunk in the buffer."""
 
     OK = "ok"
     MISSING = "missing"
     CORRUPT = "corrupt"
     FAILED = "failed"
+    DROPPED = "dropped"
 
 
 class StrayFileError(OSError):
@@ -109,6 +112,16 @@ class ChunkFormat:
         return [
             xxhash.xxh3_128_digest(view[start:end]) for start, end in pairwise(offsets)
         ]
+
+    def stated_sums(self, header: Buffer) -> list[bytes]:
+        """The checksums that a header states: to be checked with ``header``.
+
+        Raises:
+            ValueError: If that is no header of this format.
+        """
+        start = bytes(header).index(_SUMS) + len(_SUMS)
+        text = header[start : start + 33 * len(self.layout.layers) - 1]
+        return [bytes.fromhex(digest.decode()) for digest in bytes(text).split(b" ")]
 
     def header(self, chunk: ChunkId, sums: Sequence[bytes]) -> bytes:
         """The file's first ``header_nbytes`` bytes: length, JSON, spaces."""
@@ -236,7 +249,7 @@ def read_chunk(
         fd = files.open_read(path)
         try:
             beyond = memoryview(bytearray(1))
-            count = _read_all(files, fd, [memoryview(header), into, beyond])
+            count = read_all(files, fd, [memoryview(header), into, beyond], 0)
         finally:
             files.close(fd)
     except (FileNotFoundError, NotADirectoryError):
@@ -266,11 +279,21 @@ def stored_tokens(path: Path) -> list[int]:
     return list(struct.unpack(f"<{len(packed) // 4}I", packed))
 
 
-def _read_all(files: Files, fd: int, buffers: list[memoryview]) -> int:
-    """Read until the buffers are full or the file ends; one call unless interrupted."""
+def read_all(files: Files, fd: int, buffers: list[memoryview], at: int) -> int:
+    """Read until the buffers are full or the file ends; one call unless interrupted.
+
+    Args:
+        files: System calls.
+        fd: An open file.
+        buffers: Where to.
+        at: Offset in the file.
+
+    Returns:
+        Bytes read.
+    """
     total = 0
     while buffers:
-        count = files.preadv(fd, buffers, total)
+        count = files.preadv(fd, buffers, at + total)
         if count == 0:
             break
         total += count

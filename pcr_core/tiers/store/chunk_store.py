@@ -9,7 +9,7 @@ committed, a chunk removed by another is a miss, and one of them writes at a tim
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 
 from pcr_core.errors import StoreError
@@ -27,6 +27,7 @@ from pcr_core.tiers.store.commit_group import CommitGroup
 from pcr_core.tiers.store.files import Files
 from pcr_core.tiers.store.folder import CHUNK_FOLDER, prepare_folder
 from pcr_core.tiers.store.forget_log import Forgotten
+from pcr_core.tiers.store.layer_reads import LEAST_READ, read_layers
 from pcr_core.tiers.store.records import Contents, IndexTransaction
 from pcr_core.tiers.store.recovery import Limits, recover, shrink
 
@@ -47,6 +48,7 @@ class ChunkStore:
         quota_bytes: Hard limit on the bytes of that tenant's chunk files; ``None`` for
             no limit of its own. Opening with a smaller one evicts down to it.
         files: System calls; replaced in tests.
+        least_read: Bytes below which ``read_layers`` reads several layers together.
 
     Raises:
         ConfigError: If the folder cannot be used.
@@ -63,12 +65,14 @@ class ChunkStore:
         tenant: bytes = b"",
         quota_bytes: int | None = None,
         files: Files | None = None,
+        least_read: int = LEAST_READ,
     ) -> None:
         if len(tenant) not in (0, _TENANT_BYTES):
             raise ValueError(f"tenant must have {_TENANT_BYTES} bytes, or none")
         self.budget_bytes = budget_bytes
         self.quota_bytes = quota_bytes
         self.tenant = tenant
+        self._least_read = least_read
         self._limits = Limits(budget_bytes, tenant, quota_bytes)
         self._files = files or Files()
         prepare_folder(cache_dir)
@@ -158,6 +162,17 @@ class ChunkStore:
             job.outcome = self._read(job)
         except OSError as error:
             job.outcome, job.error = ReadOutcome.FAILED, error
+
+    def read_layers(self, jobs: Sequence[ReadJob]) -> Generator[None, None, None]:
+        """Fill the buffers of several jobs side by side, layer by layer, verified.
+
+        Yields whenever ``layers`` of some have grown. To be closed.
+
+        Raises:
+            OSError: If the index refused.
+        """
+        lookup, least = self._index.lookup, self._least_read
+        return read_layers(self._files, self._folder, lookup, jobs, least)
 
     def commit(self, jobs: Sequence[WriterJob]) -> None:
         """Do one group in order, alone of all threads and processes.

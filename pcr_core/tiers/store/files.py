@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 Buffer = bytes | bytearray | memoryview
@@ -33,6 +34,17 @@ class Files:
     ) -> int:
         """Read at offset ``at`` into ``buffers``; return the bytes read."""
         return os.preadv(fd, buffers, at)
+
+    def reads_apart(self, fd: int) -> None:
+        """Say that this file will be read piece by piece: nothing beyond is to be read.
+
+        Advice, as is ``reads_soon``: it never raises.
+        """
+        _advise(fd, 0, 0, "POSIX_FADV_RANDOM")
+
+    def reads_soon(self, fd: int, at: int, size: int) -> None:
+        """Say that these bytes will be read soon: the system may begin with it."""
+        _advise(fd, at, size, "POSIX_FADV_WILLNEED")
 
     def writev(self, fd: int, buffers: Sequence[Buffer]) -> int:
         """Append ``buffers``; return the bytes written."""
@@ -60,3 +72,10 @@ class Files:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _advise(fd: int, at: int, size: int, what: str) -> None:
+    """Give advice where the system takes any."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(fd, at, size, getattr(os, what))

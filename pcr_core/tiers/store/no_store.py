@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.tiers.jobs import ReadJob, WriterJob
@@ -59,6 +59,12 @@ class NoStore:
     def read(self, job: ReadJob) -> None:
         """Say that the chunk is not there."""
         job.outcome = ReadOutcome.MISSING
+
+    def read_layers(self, jobs: Sequence[ReadJob]) -> Generator[None, None, None]:
+        """Say that none of the chunks is there."""
+        for job in jobs:
+            self.read(job)
+        yield
 
     def commit(self, jobs: Sequence[WriterJob]) -> None:
         """Do nothing."""

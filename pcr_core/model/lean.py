@@ -1,0 +1,313 @@
+"""Decoder layers of the Llama kind with less around their matrix products (CPU).
+
+At a question's few tokens, and even more at one token of a decode step, half of a layer
+is not arithmetic but calls: seven small linear layers, a dozen elementwise operations,
+module plumbing. For the duration of an engine such a layer's ``forward`` is replaced by
+one that computes query, key and value in one product, gate and up in another, and the
+rest in as few operations as torch offers. Structure, names and model code stay.
+
+A layer is recognised by its parts and then put to the test: on noise it must give what
+its own ``forward`` gives, up to rounding. All others are left alone. Results differ
+from stock ones by roundings; within an engine everything runs the same way, so reuse
+changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import rms_norm, silu
+
+from pcr_core.memory import page_out
+from pcr_core.model import _compat
+
+_FUSED = "_pcr_fused"
+_ROWS = 32
+_CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+
+
+def fused_layers(model: Any) -> list[nn.Linear]:
+    """Linear layers that stand for several of the model's while an engine has it."""
+    found: list[nn.Linear] = model.__dict__.get(_FUSED, [])
+    return found
+
+
+def fused_parts(model: Any) -> set[int]:
+    """Ids of the weights for which fused layers stand."""
+    return {
+        id(part.weight)
+        for fused in fused_layers(model)
+        for part in fused.__dict__["_pcr_parts"]
+    }
+
+
+class Fused:
+    """Linear layers with the same input, as one; and the way back.
+
+    One copy of the weights is kept: the fused one.
+    """
+
+    def __init__(self, parts: Sequence[nn.Linear]) -> None:
+        self._parts = list(parts)
+        self._sizes = [part.out_features for part in parts]
+        self._trainable = [part.weight.requires_grad for part in parts]
+        first = parts[0]
+        self.linear = nn.Linear(
+            first.in_features, sum(self._sizes), first.bias is not None, device="meta"
+        )
+        weight = torch.cat([part.weight.detach() for part in parts])
+        self.linear.weight = nn.Parameter(weight, requires_grad=False)
+        if first.bias is not None:
+            bias = torch.cat([part.bias.detach() for part in parts])
+            self.linear.bias = nn.Parameter(bias, requires_grad=False)
+        self.linear.__dict__["_pcr_parts"] = self._parts
+        for index, part in enumerate(self._parts):
+            plain = part.weight.detach()
+            part.weight = nn.Parameter(plain[:0], requires_grad=False)
+            page_out(plain.data_ptr(), plain.nbytes)
+            part.__dict__["forward"] = self._slice(index)
+
+    def _slice(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What a part gives when it is called by itself; nothing here does."""
+        linear, sizes = self.linear, self._sizes
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return torch.split(linear(x), sizes, dim=-1)[index]
+
+        return forward
+
+    def remove(self) -> None:
+        """Give the parts their weights back, bit for bit."""
+        weights = torch.split(self.linear.weight.detach(), self._sizes)
+        for part, weight, trainable in zip(
+            self._parts, weights, self._trainable, strict=True
+        ):
+            del part.__dict__["forward"]
+            part.weight = nn.Parameter(weight.clone(), requires_grad=trainable)
+
+
+class _Angles:
+    """Rotary angles of one forward, in the shape the layers want; shared by them."""
+
+    def __init__(self) -> None:
+        self._of: torch.Tensor | None = None
+        self._ready: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def get(
+        self, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[1, n, 1, dim]`` each; the sine's first half negated, for ``_turned``."""
+        if self._of is not sin or self._ready is None:
+            half = sin.shape[-1] // 2
+            signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+            self._of, self._ready = sin, (cos.unsqueeze(2), signed.unsqueeze(2))
+        return self._ready
+
+    def drop(self) -> None:
+        """Hold on to nothing."""
+        self._of = self._ready = None
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    """The halves of each head, swapped."""
+    half = x.shape[-1] // 2
+    return torch.cat((x[..., half:], x[..., :half]), dim=-1)
+
+
+class LeanLayer:
+    """The forward of one decoder layer.
+
+    Args:
+        layer: A layer that ``is_llama_like``.
+        attention: The engine's attention function.
+        angles: Shared by all layers of the model.
+    """
+
+    def __init__(
+        self, layer: Any, attention: Callable[..., Any], angles: _Angles
+    ) -> None:
+        block, mlp = layer.self_attn, layer.mlp
+        self._layer = layer
+        self._block = block
+        self._attention = attention
+        self._angles = angles
+        self._dim: int = block.head_dim
+        self._heads: int = block.q_proj.out_features // self._dim
+        self._kv_heads: int = block.k_proj.out_features // self._dim
+        self._inner: int = mlp.gate_proj.out_features
+        self._before, self._after = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+        )
+        self.qkv = Fused([block.q_proj, block.k_proj, block.v_proj])
+        self.gate_up = Fused([mlp.gate_proj, mlp.up_proj])
+        layer.__dict__["forward"] = self.forward
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        position_embeddings: Any = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """``[1, n, width]`` -> the same shape."""
+        cache = options.get("cache", options.get("past_key_values"))
+        mixed = self._mix(hidden_states, attention_mask, position_embeddings, cache)
+        x = hidden_states + mixed
+        both = self.gate_up.linear(self._normed(x, self._after))
+        gate, up = both[..., : self._inner], both[..., self._inner :]
+        x += self._layer.mlp.down_proj(silu(gate).mul_(up))
+        return x
+
+    def _mix(self, x: torch.Tensor, mask: Any, angles: Any, cache: Any) -> torch.Tensor:
+        """Self-attention."""
+        block, rows = self._block, x.shape[1]
+        qkv = self.qkv.linear(self._normed(x, self._before))
+        turning = self._heads + self._kv_heads
+        heads = qkv.view(1, rows, turning + self._kv_heads, self._dim)
+        qk = heads[:, :, :turning]
+        cos, sin = self._angles.get(*angles)
+        qk = torch.addcmul(qk * cos, _turned(qk), sin).transpose(1, 2)
+        query, key = qk[:, : self._heads], qk[:, self._heads :]
+        value = heads[:, :, turning:].transpose(1, 2)
+        if cache is not None:
+            key, value = cache.update(key, value, block.layer_idx)
+        out, _ = self._attention(block, query, key, value, mask, scaling=block.scaling)
+        return block.o_proj(out.reshape(1, rows, -1))  # type: ignore[no-any-return]
+
+    def _normed(self, x: torch.Tensor, norm: Any) -> torch.Tensor:
+        return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    def remove(self) -> None:
+        """Put everything back."""
+        del self._layer.__dict__["forward"]
+        self.qkv.remove()
+        self.gate_up.remove()
+
+
+def _decoder(model: Any) -> Any:
+    """The module that holds the decoder layers, or ``None``."""
+    inner = getattr(model, "model", None)
+    layers = getattr(inner, "layers", None)
+    return inner if isinstance(layers, nn.ModuleList) and len(layers) else None
+
+
+_PARTS = {
+    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
+}
+
+
+def is_llama_like(layer: Any) -> bool:
+    """Whether a layer has exactly the parts of a Llama layer, none of them hooked."""
+    for name, expected in _PARTS.items():
+        module = getattr(layer, name, None) if name else layer
+        if not isinstance(module, nn.Module):
+            return False
+        if {child for child, _ in module.named_children()} != expected:
+            return False
+    linears = (
+        *(getattr(layer.self_attn, name) for name in _PARTS["self_attn"]),
+        *(getattr(layer.mlp, name) for name in _PARTS["mlp"] - {"act_fn"}),
+    )
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    block, mlp = layer.self_attn, layer.mlp
+    return (
+        all(
+            type(one) is nn.Linear and one.weight.device.type == "cpu"
+            for one in linears
+        )
+        and _one_kind([block.q_proj, block.k_proj, block.v_proj])
+        and _one_kind([mlp.gate_proj, mlp.up_proj])
+        and "silu" in type(mlp.act_fn).__name__.lower()
+        and all(isinstance(getattr(n, "variance_epsilon", None), float) for n in norms)
+        and all([name for name, _ in n.named_parameters()] == ["weight"] for n in norms)
+        and all(hasattr(block, name) for name in ("head_dim", "scaling", "layer_idx"))
+        and not any(_is_hooked(module) for module in layer.modules())
+    )
+
+
+def _one_kind(layers: Sequence[nn.Linear]) -> bool:
+    return len({(one.bias is None, one.weight.dtype) for one in layers}) == 1
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks)  # noqa: SLF001
+    return "forward" in module.__dict__ or any(hooks)
+
+
+class _Echo:
+    """A cache that holds nothing."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Give back what came."""
+        return key, value
+
+
+def _trial(model: Any, layer: Any) -> torch.Tensor | None:
+    """What a layer makes of noise; ``None`` if it cannot be called like this."""
+    from transformers.masking_utils import causal_mask_function
+
+    from pcr_core.model.masks import LazyMask
+
+    inner = _decoder(model)
+    weight = layer.self_attn.o_proj.weight
+    noise = torch.Generator().manual_seed(0)
+    width = layer.input_layernorm.weight.shape[0]
+    x = torch.randn(1, _ROWS, width, generator=noise).to(weight.dtype)
+    positions = torch.arange(_ROWS)[None]
+    try:
+        with torch.inference_mode():
+            angles = inner.rotary_emb(x, position_ids=positions)
+            out: object = layer(
+                x,
+                attention_mask=LazyMask(causal_mask_function, 0, _ROWS, _ROWS),
+                position_embeddings=angles,
+                position_ids=positions,
+                use_cache=True,
+                **{_compat.cache_argument(model): _Echo()},
+            )
+    except Exception:  # whatever this model's code asks for beyond that
+        return None
+    return out if isinstance(out, torch.Tensor) else None
+
+
+def _agree(stock: torch.Tensor | None, lean: torch.Tensor | None) -> bool:
+    if stock is None or lean is None or stock.shape != lean.shape:
+        return False
+    far = (stock.float() - lean.float()).abs().max()
+    return bool(far <= _CLOSE[stock.dtype] * stock.float().abs().max())
+
+
+@contextmanager
+def lean_layers_installed(model: Any, attention: Callable[..., Any]) -> Iterator[None]:
+    """Let the model's layers of the Llama kind run lean; put them back afterwards.
+
+    To be entered with the engine's attention installed, and before its row tiles.
+
+    Args:
+        model: Runs with ``attention`` already.
+        attention: The engine's attention function.
+    """
+    installed, angles = list[LeanLayer](), _Angles()
+    inner = _decoder(model)
+    layers = [one for one in inner.layers if is_llama_like(one)] if inner else []
+    try:
+        for layer in layers:
+            stock = _trial(model, layer)
+            installed.append(LeanLayer(layer, attention, angles))
+            if not _agree(stock, _trial(model, layer)):
+                installed.pop().remove()
+        linears = [one.linear for lean in installed for one in (lean.qkv, lean.gate_up)]
+        model.__dict__[_FUSED] = linears
+        yield
+    finally:
+        model.__dict__.pop(_FUSED, None)
+        for lean in installed:
+            lean.remove()
+        angles.drop()
