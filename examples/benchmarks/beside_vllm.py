@@ -73,9 +73,7 @@ class Prompts:
         return [20_000 + self._count % 10_000, *range(1000, 999 + SHORT)]
 
 
-def one_round(
-    children: Sequence[Child], prompts: Prompts
-) -> dict[str, dict[str, Any]]:
+def one_round(children: Sequence[Child], prompts: Prompts) -> dict[str, dict[str, Any]]:
     """Seconds and counts of one round, by system and work."""
     prompt = prompts.fresh()
     known = len(prompt) - QUESTION

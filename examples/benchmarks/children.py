@@ -186,6 +186,15 @@ class Child:
                 break
             before = now
         os.killpg(self._process.pid, signal.SIGSTOP)
+        while any(_state(pid) not in "TZ" for pid in self._group()):
+            time.sleep(0.001)  # the signal takes effect when it is delivered
+
+
+def _state(pid: int) -> str:
+    """``"T"`` for stopped; ``"Z"`` also where it has ended meanwhile."""
+    with contextlib.suppress(OSError):
+        return _stat(pid)[0]
+    return "Z"
 
 
 def _machine_busy() -> int:

@@ -55,9 +55,7 @@ class Server:
         tokens: list[int] = []
         cached = 0
         start = time.perf_counter()
-        self._engine.add_request(
-            str(self._count), {"prompt_token_ids": prompt}, params
-        )
+        self._engine.add_request(str(self._count), {"prompt_token_ids": prompt}, params)
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 times.append(time.perf_counter() - start)
