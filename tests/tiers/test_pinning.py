@@ -63,10 +63,11 @@ def test_what_the_system_refuses_stays_as_it_is(caplog):
 
 def test_closing_drops_what_has_not_begun():
     driver, slabs = FakeRegistrar(), new_slabs(1, 1, 1)
+    memory = [weakref.ref(slab.bytes.obj) for slab in slabs]
     driver.gate.clear()
     one = BackgroundPinning(driver)
-    for slab in slabs:
-        one.add(slab)
+    while slabs:
+        one.add(slabs.pop())
     assert driver.entered.acquire(timeout=60)
     closer = threading.Thread(target=one.close, args=(60,))
     closer.start()
@@ -74,7 +75,8 @@ def test_closing_drops_what_has_not_begun():
     driver.gate.set()
     closer.join(60)
     assert [what for what, _ in driver.calls] == ["register", "unregister"]
-    one.add(slabs[1])
+    assert [piece() for piece in memory] == [None] * 3
+    one.add(*new_slabs(1))
     assert driver.count("register") == 1
     assert not driver.mistakes
 
