@@ -152,6 +152,7 @@ class EngineLoop:
             # The queue has moved up: its next request is read for while this one runs.
             self._look_ahead()
             self._prefill(generation, lease)
+        generation.note_reads(lease.reads)
         self._finish_if_done(generation)
 
     def _prefill(self, generation: Generation, lease: Lease) -> None:

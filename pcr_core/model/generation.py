@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,21 @@ class Generation:
         self._intervals.append(
             Interval("decode", None, began, time.perf_counter(), tokens=1)
         )
+
+    def note_reads(self, reads: Iterable[tuple[int, int, float, float]]) -> None:
+        """Add the SSD reads of this request to its timeline.
+
+        Args:
+            reads: First and last layer, start and stop in seconds of
+                ``time.perf_counter``. What was read before the request was submitted is
+                left out.
+        """
+        sent = self.request.submitted
+        self._intervals += [
+            Interval("read", first if first == last else None, max(start, sent), stop)
+            for first, last, start, stop in reads
+            if stop > sent
+        ]
 
     def result(self) -> Result:
         """The result of a finished generation."""

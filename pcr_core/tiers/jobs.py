@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.tiers.store.chunk_file import ChunkFormat, ChunkId, ReadOutcome
@@ -27,6 +27,15 @@ class WriteOutcome(enum.Enum):
     FAILED = "failed"
 
 
+class ReadSpan(NamedTuple):
+    """When some layers of a chunk, or of several, were read."""
+
+    first: int
+    last: int
+    start: float
+    stop: float
+
+
 @dataclass(slots=True, eq=False)
 class ReadJob:
     """Fill ``view`` with a chunk's bytes. The view is lent until the job is done.
@@ -40,6 +49,9 @@ class ReadJob:
             are there exactly when the outcome is ``OK``.
         seconds: How long the read took. Of reads made side by side, its own part.
         parallel: Readers that were busy meanwhile, its own included; a mean.
+        spans: When bytes were read, for a timeline: first and last layer, start and
+            stop in seconds of ``time.perf_counter``. Of reads made side by side, the
+            first one has the spans of all.
     """
 
     format: ChunkFormat
@@ -53,6 +65,7 @@ class ReadJob:
     error: BaseException | None = None
     seconds: float = 0.0
     parallel: float = 1.0
+    spans: list[ReadSpan] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -253,7 +266,9 @@ def finish(backend: Backend, job: ReadJob) -> None:
         job.error, job.outcome = error, ReadOutcome.FAILED
     if job.outcome is ReadOutcome.OK:
         job.layers = len(job.format.layout.layers)
-    job.seconds = time.perf_counter() - started
+    stopped = time.perf_counter()
+    job.seconds = stopped - started
+    job.spans.append(ReadSpan(0, len(job.format.layout.layers) - 1, started, stopped))
 
 
 def finish_layers(
@@ -265,9 +280,17 @@ def finish_layers(
     """
     for job in jobs:
         job.begun = True
+    since, spans = time.perf_counter(), jobs[0].spans
     try:
         with closing(backend.read_layers(jobs)) as steps:
-            yield from steps
+            for _ in steps:
+                have = max(job.layers for job in jobs)
+                done = spans[-1].last + 1 if spans else 0
+                if have > done:
+                    now = time.perf_counter()
+                    spans.append(ReadSpan(done, have - 1, since, now))
+                    since = now
+                yield
     except Exception as error:
         fail(jobs, error)
     yield

@@ -13,6 +13,7 @@ from pcr_core.index.node import Node
 from pcr_core.tiers.convoy import Arrival
 from pcr_core.tiers.heads import Head
 from pcr_core.tiers.host_pool import Slot
+from pcr_core.tiers.jobs import ReadSpan
 from pcr_core.tiers.read_in import Reading
 from pcr_core.tiers.store.chunk_file import ChunkId
 
@@ -58,6 +59,7 @@ class Lease:
             reading, and lent for filling if DRAM has lost them.
         heads: Leading tokens of chunks that are not lent, in those that begin alike, by
             index; a last partial chunk may have one. Valid until exit.
+        reads: When its chunks were read from SSD, as far as the reads have ended.
         done: Indices of the sinks that are filled.
         reused: Prompt tokens that were not computed, by tier. Whoever computes says so;
             ``None`` stands for all that was lent.
@@ -85,6 +87,7 @@ class Lease:
         self.covered = covered
         self.readings: dict[int, Reading] = {}
         self.heads: Mapping[int, Head] = {}
+        self.reads: list[ReadSpan] = []
         self.done: set[int] = set()
         self.reused: Mapping[str, int] | None = None
         self.patience = math.inf

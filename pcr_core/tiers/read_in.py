@@ -17,13 +17,19 @@ from pcr_core.index.prefix_tree import PrefixTree
 from pcr_core.stats import StoreCounters
 from pcr_core.tiers.dram import RUNNING, DramTier
 from pcr_core.tiers.host_pool import Slot
-from pcr_core.tiers.jobs import Io, ReadJob
+from pcr_core.tiers.jobs import Io, ReadJob, ReadSpan
 from pcr_core.tiers.store.chunk_file import ChunkFormat, ChunkId, ReadOutcome
 from pcr_core.tiers.trouble import TroubleLog
 
 
 class Reader(Protocol):
-    """Who waits for a read; ``Lease`` is one."""
+    """Who waits for a read; ``Lease`` is one.
+
+    Attributes:
+        reads: Filled with the times of its reads as they end.
+    """
+
+    reads: list[ReadSpan]
 
     def arrived(self, index: int, slot: Slot) -> None:
         """The chunk is complete and verified."""
@@ -184,6 +190,8 @@ class ReadIn:
         self._remove(reading)
         node, reader = reading.node, reading.reader
         self._measure(job)
+        if reader is not None:
+            reader.reads += job.spans
         if job.outcome is ReadOutcome.OK:
             self._stats.read += 1
             self._stats.read_bytes += self._format.file_nbytes
