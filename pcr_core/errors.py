@@ -48,20 +48,6 @@ class TraceError(PcrError, ValueError):
     """A recorded trace cannot be read; the message names the file and the line."""
 
 
-class ChunkLostError(PcrError):
-    """A chunk that a forward was waiting for will not come: the forward starts anew.
-
-    A signal between the parts of this library; it never reaches a caller.
-
-    Attributes:
-        index: Which chunk of the prompt.
-    """
-
-    def __init__(self, index: int, reason: str) -> None:
-        self.index = index
-        super().__init__(f"chunk {index} is lost: {reason}")
-
-
 class RequestError(PcrError, ValueError):
     """One request is wrong; the engine goes on serving others."""
 

@@ -107,15 +107,15 @@ class EngineLoop:
         for cancelled in gone:
             self._guard(cancelled, cancelled.raise_if_cancelled)
         self._ledger.catch_up(self._scheduler.waiting())
+        if self._active is None:
+            request = self._scheduler.next()
+            if request is not None:
+                self._guard(request, lambda: self._start(request))
+                return len(gone) + 1
         self._look_ahead()
         if self._active is not None:
             self._guard(self._active.request, self._decode)
-            return len(gone)
-        request = self._scheduler.next()
-        if request is None:
-            return len(gone)
-        self._guard(request, lambda: self._start(request))
-        return len(gone) + 1
+        return len(gone)
 
     def idle(self) -> bool:
         """Use a moment without requests; returns whether another would help too."""
@@ -149,7 +149,7 @@ class EngineLoop:
             request.keys, request.tokens, request.usable, generation.resident
         ) as lease:
             lease.checkpoint = lambda: self._checkpoint(request)
-            # The queue has moved up: its next request is read for while this one runs.
+            # Reads ahead are for requests that wait: those behind it, while it runs.
             self._look_ahead()
             self._prefill(generation, lease)
         generation.note_reads(lease.reads)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pcr_core.errors import ChunkLostError, DeviceMemoryError, ModelError
+from pcr_core.errors import ChunkLostError, DeviceMemoryError, ModelError, PcrError
 from pcr_core.model import _compat
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.key_blocks import KEY_BLOCK, round_up
@@ -383,6 +383,8 @@ class Runner:
                     use_cache=True,
                     **options,
                 )
+        except PcrError:
+            raise  # not the model's: a read was lost, or whoever asked has gone
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"the forward pass ran out of memory: {error}; use a shorter prompt or "

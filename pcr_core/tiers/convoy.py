@@ -82,8 +82,8 @@ class Convoy:
 
     def wait(self, index: int, layer: int) -> None:
         """Block until a layer of a chunk is verified; see ``Arrival.wait``."""
-        reading = self._readings[index]
-        while not self._reads.wait_layer(reading, layer, GLANCE):
+        reading, seconds = self._readings[index], min(GLANCE, self._waiter.patience)
+        while not self._reads.wait_layer(reading, layer, seconds):
             self._judge()
             if self.given_up:
                 why = "its read hangs" if self.hangs else "computing it is faster"

@@ -139,11 +139,13 @@ class Loading:
                 self._reads.disown(arrival.reading)
 
     def _join(self, lease: Lease, index: int, node: Node) -> None:
-        """Wait for a read that was started ahead."""
+        """Wait for a read that was started ahead, if it has begun."""
         reading = self._reads.find(node)
         if reading is None or reading.reader is not None:
             return  # another request fills this chunk: compute it, do not keep it
         self._stats.prefetch_late += 1
+        if math.isinf(lease.patience) and self._reads.drop(reading):
+            return  # it can be read with the others that are on SSD
         reading.reader, reading.index = lease, index
         lease.readings[index] = reading
         self._reads.hurry(reading)

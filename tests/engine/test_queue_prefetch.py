@@ -299,14 +299,27 @@ def test_a_hint_to_a_closed_engine(make_engine: Any) -> None:
 # --- the end ---
 
 
-@pytest.mark.parametrize("prefetch", ["best_effort", "wait_complete"])
+# In the first forward, for the first layers of all chunks; or before it, for the first
+# chunk, of which each reader has begun one.
+WAITS = pytest.mark.parametrize(
+    ("prefetch", "begun"),
+    [("best_effort", CHUNKS), ("wait_complete", CHUNKS), ("timeout", 2)],
+)
+
+
+@WAITS
 def test_cancel_while_waiting_for_reads(
-    make_engine: Any, reads: Reads, prompts: Any, expected: Any, prefetch: str
+    make_engine: Any,
+    reads: Reads,
+    prompts: Any,
+    expected: Any,
+    prefetch: str,
+    begun: int,
 ) -> None:
-    engine = make_engine(prefetch=prefetch)
+    engine = make_engine(prefetch=prefetch, prefetch_timeout=60.0)
     reads.close()
     running = engine.submit(prompts[0], GREEDY)
-    until(lambda: reads.begun == 2, "two readers")
+    until(lambda: reads.begun == begun, "readers")
     running.cancel()
     with pytest.raises(CancelledError):
         running.result(20)
@@ -321,14 +334,20 @@ def test_cancel_while_waiting_for_reads(
     assert answer(ask(engine, prompts[0])) == expected[0]
 
 
+@WAITS
 def test_an_interrupt_while_waiting_for_reads(
-    make_engine: Any, reads: Reads, prompts: Any, expected: Any
+    make_engine: Any,
+    reads: Reads,
+    prompts: Any,
+    expected: Any,
+    prefetch: str,
+    begun: int,
 ) -> None:
-    engine = make_engine()
+    engine = make_engine(prefetch=prefetch, prefetch_timeout=60.0)
     reads.close()
     press = threading.Thread(
         target=lambda: (
-            until(lambda: reads.begun == 2, "two readers"),
+            until(lambda: reads.begun == begun, "readers"),
             os.kill(os.getpid(), signal.SIGINT),
         )
     )
@@ -340,13 +359,19 @@ def test_an_interrupt_while_waiting_for_reads(
     assert engine.stats().cancelled == 1
 
 
+@WAITS
 def test_close_while_a_request_waits_for_reads(
-    make_engine: Any, reads: Reads, prompts: Any, expected: Any
+    make_engine: Any,
+    reads: Reads,
+    prompts: Any,
+    expected: Any,
+    prefetch: str,
+    begun: int,
 ) -> None:
-    engine = make_engine()
+    engine = make_engine(prefetch=prefetch, prefetch_timeout=60.0)
     reads.close()
     running = engine.submit(prompts[0], GREEDY)
-    until(lambda: reads.begun == 2, "two readers")
+    until(lambda: reads.begun == begun, "readers")
     closer = threading.Thread(target=engine.close)
     closer.start()
     with pytest.raises(EngineClosedError, match="closed"):

@@ -29,7 +29,7 @@ from pcr_core.model.sampling import Sampler
 from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request, SamplingParams, Usage
 from pcr_core.service import tier_settings
-from pcr_core.tiers import TierManager, open_tiers
+from pcr_core.tiers import ChunkStore, TierManager, open_tiers
 from pcr_core.tiers.store.chunk_file import ChunkFormat, chunk_path
 
 STEPS = 3
@@ -98,6 +98,9 @@ class World:
             cache_dir=folder,
             ssd_bytes=files * self.file_nbytes,
         )
+        store = self.tiers._store
+        if isinstance(store, ChunkStore):
+            store._least_read = 1  # the layers are tiny, but each is to come by itself
         self._loop = EngineLoop(self.runner, self.loaded.tokenizer, (), self.tiers)
 
     def shut(self) -> None:

@@ -320,6 +320,8 @@ def test_a_read_that_a_request_waits_for(process, ahead):
     two = process(one.store.folder)
     if ahead:
         two.manager.look_ahead([question(1, 2, 3)])
+        for _ in range(3):
+            two.io.begin_read()
     lease = two.open(1, 2, 3)
     assert set(lease.pending if ahead else lease.arriving) == {0, 1, 2}
     one.forget(2)
