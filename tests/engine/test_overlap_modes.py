@@ -53,7 +53,9 @@ def test_a_mode_that_is_asked_for(
     ("choice", "text"),
     [
         (
-            OverlapChoice("up", {"none": 1.0, "up": 0.8, "down": 1.02, "both": 0.9}, 0.3),
+            OverlapChoice(
+                "up", {"none": 1.0, "up": 0.8, "down": 1.02, "both": 0.9}, 0.3
+            ),
             "up (measured, times none: none 1.00, up 0.80, down 1.02, both 0.90)",
         ),
         (OverlapChoice("none", {}, 0.0123), "none (copies take 1.2% of a hit)"),

@@ -90,7 +90,9 @@ def test_the_fastest_mode(choose: Any, seconds: dict[str, float], mode: str) -> 
     choice = choose(Machine(seconds))
     assert choice.mode == mode
     assert choice.copying == pytest.approx(0.5)
-    assert choice.ratios == pytest.approx({one: seconds.get(one, 1.0) for one in OVERLAPS})
+    assert choice.ratios == pytest.approx(
+        {one: seconds.get(one, 1.0) for one in OVERLAPS}
+    )
 
 
 @pytest.mark.parametrize(("ratio", "mode"), [(0.96, "none"), (0.94, "both")])
@@ -245,7 +247,9 @@ def prepared(loaded: LoadedModel) -> Iterator[LoadedModel]:
 
 
 @pytest.mark.parametrize("mode", OVERLAPS)
-@pytest.mark.parametrize("cuts", [shape_independent(), grid(CHUNK)], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "cuts", [shape_independent(), grid(CHUNK)], ids=lambda c: c.name
+)
 def test_the_workload_loads_computes_and_stores(
     prepared: LoadedModel, cuts: Cuts, mode: Overlap
 ) -> None:
