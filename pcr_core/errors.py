@@ -83,3 +83,17 @@ class CancelledError(RequestError):
 
 class EngineClosedError(PcrError):
     """The engine is closed, or its thread died; the cause is chained."""
+
+
+class ChunkLostError(PcrError):
+    """A chunk that a forward was waiting for will not come: the forward is repeated.
+
+    A signal between the parts of this library; it never reaches a caller.
+
+    Attributes:
+        index: Which chunk of the prompt.
+    """
+
+    def __init__(self, index: int, reason: str) -> None:
+        self.index = index
+        super().__init__(f"chunk {index} is lost: {reason}")

@@ -78,8 +78,8 @@ class _Strip:
             pin_memory=like.device.type == "cuda",
         ).normal_(generator=torch.Generator().manual_seed(0))
         parts = [
-            part.unflatten(1, room)
-            for part, room in zip(memory.split(sizes, dim=1), rooms, strict=True)
+            part.view(count, *room)
+            for part, room in zip(torch.split(memory, sizes, 1), rooms, strict=True)
         ]
         self._layers = list(zip(parts[::2], parts[1::2], strict=True))
 
@@ -127,7 +127,7 @@ def _measure(loaded: LoadedModel, chunk_tokens: int, cuts: Cuts) -> OverlapChoic
     if copying < 1.0 - _WORTH:
         return OverlapChoice("none", {}, copying)
     rounds = _rounds(lambda mode: run(mode)[0])
-    ratios = {mode: statistics.median(rounds[mode]) for mode in OVERLAPS}
+    ratios = {str(mode): statistics.median(rounds[mode]) for mode in OVERLAPS}
     return OverlapChoice(_best(rounds), ratios, copying)
 
 

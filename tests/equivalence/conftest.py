@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,7 @@ class World:
             dram_bytes=slots * self.layout.nbytes,
             cache_dir=folder,
             ssd_bytes=files * self.file_nbytes,
+            pin_memory=self.loaded.device.type == "cuda",
         )
         store = self.tiers._store
         if isinstance(store, ChunkStore):
@@ -213,26 +214,45 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world(
     probes: Path, make_tiny_model: Callable[..., Any], tiny_tokenizer: Any
 ) -> Iterator[Callable[..., World]]:
-    """``world(kind, dtype, chunk=16, cuts="shape-independent", rows=0)``."""
+    """``world(kind, dtype, chunk=16, cuts="shape-independent", rows=0)``, once each."""
+    with worlds(probes, make_tiny_model, tiny_tokenizer) as get:
+        yield get
+
+
+@contextmanager
+def worlds(
+    probes: Path,
+    make_tiny_model: Callable[..., Any],
+    tokenizer: Any,
+    device: str = "cpu",
+) -> Iterator[Callable[..., World]]:
+    """Worlds on one device; see ``world``."""
     made: dict[tuple[Any, ...], World] = {}
 
     def get(
-        kind: str, dtype: str, *, chunk: int = 16, cuts: str = "", rows: int = 0
+        kind: str,
+        dtype: str,
+        *,
+        chunk: int = 16,
+        cuts: str = "",
+        rows: int = 0,
+        overlap: Any = "auto",
     ) -> World:
         cuts = cuts or "shape-independent"
-        name = (kind, dtype, chunk, cuts, rows)
+        name = (kind, dtype, chunk, cuts, rows, overlap)
         if name not in made:
-            model = make_tiny_model(kind).to(getattr(torch, dtype))
+            model = make_tiny_model(kind).to(getattr(torch, dtype)).to(device)
             config = EngineConfig(
                 cache_dir=probes,
                 chunk_tokens=chunk,
                 exact=cuts != "free",
                 resident_rows=rows,
+                overlap=overlap,
             )
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(setup, "_probe", _with_verdict(cuts))
                 patch.setattr(probe, "read_verdict", lambda path: None)
-                made[name] = World(model, tiny_tokenizer, config)
+                made[name] = World(model, tokenizer, config)
             assert made[name].runner.cuts.name == cuts
         return made[name]
 

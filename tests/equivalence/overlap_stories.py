@@ -1,6 +1,6 @@
 """Requests in a row on one runner, their chunks wherever chance has put them.
 
-A story has one choice of streams. Each of its requests is a prompt, of whose chunks some
+A story has one choice of streams. Each of its requests is a prompt; of its chunks some
 are in the row already, some in DRAM, some arrive layer by layer, some are lost while
 they do, some are being read, and some must be computed; some forwards break, and some
 copies cannot be queued. Memory is used again as soon as it has been given back, and
@@ -283,9 +283,12 @@ class Story:
         stage: The model and its prompts.
         streams: Where copies run.
         rng: Chance.
+        pinned: Whether DRAM is page-locked.
     """
 
-    def __init__(self, stage: Stage, streams: Streams, rng: Random) -> None:
+    def __init__(
+        self, stage: Stage, streams: Streams, rng: Random, *, pinned: bool = False
+    ) -> None:
         loaded = stage.world.loaded
         self.stage = stage
         self.rng = rng
@@ -303,14 +306,12 @@ class Story:
         )
         layout = stage.world.layout
         self.layer_offsets = layout.layer_offsets  # the end among them
-        pool = HostPool(
-            layout, _SLOTS * layout.nbytes, pin_memory=loaded.device.type == "cuda"
-        )
+        pool = HostPool(layout, _SLOTS * layout.nbytes, pin_memory=pinned)
         self._free: list[Any] = []
         self.take_back([pool.allocate() for _ in range(_SLOTS)])
 
     def tell(self, between: Callable[[], None] = lambda: None) -> None:
-        """Serve some requests, checking everything; ``between`` is called after each."""
+        """Serve some requests and check everything; ``between`` comes after each."""
         for _ in range(REQUESTS):
             tokens = self.rng.choice(self.stage.prompts)
             chunks = Chunks(self, tokens)

@@ -17,14 +17,13 @@ and the requests must find every one:
 - of a CUDA lane: ``wait_stream``, ``wait_event``, ``synchronize``, the event recorded
   behind the copies, and that behind the last of several.
 
-That the worker's ``wait`` and ``drain`` block is held by ``tests/model/test_streams.py``,
+That the worker's ``wait`` and ``drain`` block is held by ``tests/model/test_streams``,
 and the waits of a real device by ``tests/gpu``.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from random import Random
 from typing import Any
@@ -32,23 +31,19 @@ from typing import Any
 import pytest
 import torch
 
-from pcr_core.model.cuda_streams import CudaLane, CudaStopwatch, cuda_streams
-from pcr_core.model.layerwise_cache import LayerwiseCache
-from pcr_core.model.runner import Runner
+from pcr_core.model.cuda_streams import CudaLane, cuda_streams
 from pcr_core.model.simulated_streams import (
     SimulatedCompute,
     SimulatedLane,
     simulated_streams,
 )
-from pcr_core.model.streams import (
-    OVERLAPS,
-    Copy,
-    Lane,
-    Streams,
-    WorkerLane,
-    streams_opened,
+from pcr_core.model.streams import OVERLAPS, Streams, WorkerLane, streams_opened
+from tests.equivalence.overlap_mutations import (
+    ANYWHERE,
+    OF_CUDA_LANES,
+    Change,
+    mutated,
 )
-from pcr_core.model.transfers import Copied, Transfers
 from tests.equivalence.overlap_stories import REQUESTS, Stage, Story
 from tests.model.fake_cuda import FakeCuda
 
@@ -88,9 +83,6 @@ def computing(model: Any) -> Iterator[SimulatedCompute]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-Change = Callable[[Streams], Streams]
 
 
 def tell(stage: Stage, seed: int, device: str, change: Change | None = None) -> None:
@@ -146,125 +138,6 @@ def check_that_all_was_seen(stage: Stage) -> None:
         assert stage.seen[event] > 2, f"there was hardly any {event}: {stage.seen}"
 
 
-# --- every wait is needed ---
-
-Mutation = Callable[[pytest.MonkeyPatch], "Change | None"]
-
-
-class Without:
-    """A lane one of whose waits does nothing."""
-
-    def __init__(self, lane: Lane, wait: str) -> None:
-        self.ahead = lane.ahead
-        self.copy = lane.copy
-        self.fence, self.wait, self.drain = lane.fence, lane.wait, lane.drain
-        nothing: Any = {"drain": lambda: [], "wait": lambda layer: None}
-        setattr(self, wait, nothing.get(wait, lambda: None))
-
-
-def without(lane: str, wait: str) -> Mutation:
-    def change(streams: Streams) -> Streams:
-        mutant: Any = {lane: Without(getattr(streams, lane), wait)}
-        return dataclasses.replace(streams, **mutant)
-
-    return lambda patch: change
-
-
-def patched(owner: Any, name: str, mutant: Any) -> Mutation:
-    def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(owner, name, mutant)
-
-    return mutate
-
-
-def filled_too_early(patch: pytest.MonkeyPatch) -> None:
-    run = Runner._run_segment
-
-    def mutant(self: Any, row: Any, tokens: Any, segment: Any, stores: Any, io: Any):
-        end = row.cache.end
-
-        def early(count: int) -> Copied:
-            for index in stores if count else ():
-                io.filled(index)
-            return end(count)
-
-        row.cache.end = early
-        try:
-            return run(self, row, tokens, segment, stores, io)
-        finally:
-            del row.cache.end
-
-    patch.setattr(Runner, "_run_segment", mutant)
-
-
-def broken_and_not_drained(patch: pytest.MonkeyPatch) -> None:
-    end = LayerwiseCache.end
-
-    def mutant(self: LayerwiseCache, tokens: int) -> Copied:
-        return end(self, tokens) if tokens else Copied([], [], 0.0)
-
-    patch.setattr(LayerwiseCache, "end", mutant)
-
-
-def not_begun_and_not_drained(patch: pytest.MonkeyPatch) -> None:
-    begin, end = LayerwiseCache.begin, LayerwiseCache.end
-
-    def failing(self: Any, *arguments: Any) -> None:
-        self.begun = False
-        begin(self, *arguments)
-        self.begun = True
-
-    def mutant(self: Any, tokens: int) -> Copied:
-        return end(self, tokens) if self.begun else Copied([], [], 0.0)
-
-    patch.setattr(LayerwiseCache, "begin", failing)
-    patch.setattr(LayerwiseCache, "end", mutant)
-
-
-def event_before_the_copies(patch: pytest.MonkeyPatch) -> None:
-    copy = CudaLane.copy
-
-    def mutant(self: CudaLane, layer: int, copies: Sequence[Copy]) -> None:
-        early = self._stopwatch.mark(self._stream)
-        copy(self, layer, copies)
-        self._done[layer] = early
-
-    patch.setattr(CudaLane, "copy", mutant)
-
-
-def event_behind_the_first_copy(patch: pytest.MonkeyPatch) -> None:
-    copy = CudaLane.copy
-
-    def mutant(self: CudaLane, layer: int, copies: Sequence[Copy]) -> None:
-        copy(self, layer, copies[:1])
-        early = self._done[layer]
-        copy(self, layer, copies[1:])
-        self._done[layer] = early
-
-    patch.setattr(CudaLane, "copy", mutant)
-
-
-ANYWHERE: dict[str, Mutation] = {
-    "load.fence": without("load", "fence"),
-    "load.wait": without("load", "wait"),
-    "load.drain": without("load", "drain"),
-    "offload.fence": without("offload", "fence"),
-    "offload.drain": without("offload", "drain"),
-    "drain, then filled": filled_too_early,
-    "arrival.wait": patched(Transfers, "_await", lambda self, layer: None),
-    "arrival.layers": patched(Transfers, "_has_arrived", lambda self, layer: True),
-    "a broken forward is drained": broken_and_not_drained,
-    "a forward that cannot begin is drained": not_begun_and_not_drained,
-}
-OF_CUDA_LANES: dict[str, Mutation] = {
-    "wait_stream": patched(CudaLane, "fence", lambda self: None),
-    "wait_event": patched(CudaLane, "wait", lambda self, layer: None),
-    "synchronize": patched(CudaStopwatch, "seconds", lambda self, mark: 0.0),
-    "event before the copies": event_before_the_copies,
-    "event behind the first copy": event_behind_the_first_copy,
-}
-
-
 @pytest.mark.parametrize(
     ("device", "mutation"),
     [
@@ -279,7 +152,11 @@ def test_no_wait_can_be_removed(
     mutation: str,
 ) -> None:
     one = stage(*MODELS[0])
-    change = {**ANYWHERE, **OF_CUDA_LANES}[mutation](monkeypatch)
-    with pytest.raises(AssertionError):
+    change = mutated(mutation, monkeypatch)
+
+    def run() -> None:
         for seed in range(CASES // REQUESTS):
-            tell(one, seed, device, change or (lambda streams: streams))
+            tell(one, seed, device, change)
+
+    with pytest.raises(AssertionError):
+        run()

@@ -105,7 +105,7 @@ STORY = [
 ]
 
 
-def _run_stories(world: Any, examples: int) -> None:
+def run_stories(world: Any, examples: int) -> None:
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @example(story=STORY, budget=(100, 100))
     @example(story=STORY, budget=(30, 100))
@@ -124,14 +124,14 @@ def _run_stories(world: Any, examples: int) -> None:
 @both
 @dtypes
 def test_random_stories(world: Any, kind: str, dtype: str) -> None:
-    _run_stories(world(kind, dtype, rows=2), 20)
+    run_stories(world(kind, dtype, rows=2), 20)
 
 
 @both
 @dtypes
 def test_random_stories_on_the_grid(world: Any, kind: str, dtype: str) -> None:
     # Chunks of 32: on the grid every chunk is a forward.
-    _run_stories(world(kind, dtype, chunk=32, cuts="grid", rows=1), 6)
+    run_stories(world(kind, dtype, chunk=32, cuts="grid", rows=1), 6)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ COMMON = ["--dtypes", "bfloat16", "--rounds", "2", "--tokens", "300"]
         ("exact_modes", []),
         ("memory", ["--prompts", "2"]),
         ("prefetch", ["--queue", "3"]),
+        ("overlap", ["--matched", "0", "0.5"]),
     ],
 )
 def test_benchmark_runs(name: str, options: list[str], tmp_path: Path) -> None:

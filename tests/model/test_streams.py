@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -181,7 +182,7 @@ def test_a_span_for_each_layer(kind: Kind) -> None:
         kind.lane.copy(layer, [Copy(in_row(buffer), source)])
     spans = kind.lane.drain()
     assert [span.layer for span in spans] == [0, 1, 2]
-    for earlier, later in zip(spans, spans[1:], strict=False):
+    for earlier, later in pairwise(spans):
         assert earlier.start <= earlier.stop <= later.start <= later.stop
     assert kind.lane.drain() == []
 
