@@ -145,13 +145,13 @@ def test_second_touch_writes_what_comes_back(make_engine: Any) -> None:
 
 
 def test_second_touch_remembers_what_was_evicted_in_between(make_engine: Any) -> None:
-    size = slots_for(make_engine(), 4)
+    size = slots_for(make_engine(), 8)
     engine = make_engine(write_policy="second_touch", dram_bytes=size)
     prompt = fresh(100)
     for _ in range(2):
         ask(engine, prompt)
         assert "dram" in states(engine, prompt)
-        ask(engine, fresh(4 * 32))
+        ask(engine, fresh(8 * 32))
     until(lambda: engine.stats().cache.written == 3, "writing")
 
 

@@ -29,7 +29,7 @@ from pcr_core.model.sampling import Sampler
 from pcr_core.model.setup import model_prepared
 from pcr_core.request import Request, SamplingParams, Usage
 from pcr_core.service import tier_settings
-from pcr_core.tiers import ChunkStore, TierManager, open_tiers
+from pcr_core.tiers import ChunkStore, CudaRegistrar, TierManager, open_tiers
 from pcr_core.tiers.store.chunk_file import ChunkFormat, chunk_path
 
 STEPS = 3
@@ -57,6 +57,11 @@ class Recorder(Sampler):
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def registrar_of(device: torch.device) -> CudaRegistrar | None:
+    """Page-locks DRAM where there is a GPU."""
+    return CudaRegistrar(device) if device.type == "cuda" else None
 
 
 class World:
@@ -97,7 +102,7 @@ class World:
             dram_bytes=slots * self.layout.nbytes,
             cache_dir=folder,
             ssd_bytes=files * self.file_nbytes,
-            pin_memory=self.loaded.device.type == "cuda",
+            registrar=registrar_of(self.loaded.device),
         )
         store = self.tiers._store
         if isinstance(store, ChunkStore):

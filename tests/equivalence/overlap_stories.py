@@ -23,7 +23,8 @@ from pcr_core.model.chunk_io import ChunkIO, Head
 from pcr_core.model.fingerprint import kv_bytes
 from pcr_core.model.runner import Row, Runner
 from pcr_core.model.streams import Copy, Lane, Streams
-from pcr_core.tiers import HostPool
+from pcr_core.tiers import CudaRegistrar, HostPool, SlabPlan
+from pcr_core.tiers.pinning import BackgroundPinning
 
 REQUESTS = 4
 """Requests in a story."""
@@ -306,7 +307,11 @@ class Story:
         )
         layout = stage.world.layout
         self.layer_offsets = layout.layer_offsets  # the end among them
-        pool = HostPool(layout, _SLOTS * layout.nbytes, pin_memory=pinned)
+        pinning = None
+        if pinned:
+            pinning = BackgroundPinning(CudaRegistrar(loaded.device))
+        plan = SlabPlan(_SLOTS, layout.nbytes)
+        pool = HostPool(layout, plan, pinning=pinning)
         self._free: list[Any] = []
         self.take_back([pool.allocate() for _ in range(_SLOTS)])
 
