@@ -7,7 +7,8 @@ one that computes query, key and value in one product, gate and up in another, a
 rest in as few operations as torch offers. Structure, names and model code stay.
 
 A layer is recognised by its parts and then put to the test: on noise it must give what
-its own ``forward`` gives, up to rounding. All others are left alone. Results differ
+its own ``forward`` gives, up to rounding. All others are left alone, as are layers with
+hooks; a hook that is put on a part of a layer later is not called. Results differ
 from stock ones by roundings; within an engine everything runs the same way, so reuse
 changes no bit.
 """
