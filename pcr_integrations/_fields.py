@@ -42,6 +42,8 @@ class PcrFields(BaseModel):
     exact: bool | None = None
     device: str | None = None
     dtype: str | None = None
+    overlap: str | None = None
+    resident_rows: int | None = None
     threads: int | None = None
     max_queue: int | None = None
     eviction: str | None = None

@@ -233,6 +233,15 @@ def is_llama_like(layer: Any) -> bool:
     )
 
 
+def lean_candidates(model: Any) -> list[bool]:
+    """Which layers have the parts of a Llama layer, by index.
+
+    With the weights this decides which run lean, and so which bits are computed.
+    """
+    inner = _decoder(model)
+    return [is_llama_like(layer) for layer in inner.layers] if inner else []
+
+
 def _one_kind(layers: Sequence[nn.Linear]) -> bool:
     return len({(one.bias is None, one.weight.dtype) for one in layers}) == 1
 
@@ -296,8 +305,8 @@ def lean_layers_installed(model: Any, attention: Callable[..., Any]) -> Iterator
         attention: The engine's attention function.
     """
     installed, angles = list[LeanLayer](), _Angles()
-    inner = _decoder(model)
-    layers = [one for one in inner.layers if is_llama_like(one)] if inner else []
+    found = lean_candidates(model)
+    layers = [model.model.layers[index] for index, lean in enumerate(found) if lean]
     try:
         for layer in layers:
             stock = _trial(model, layer)

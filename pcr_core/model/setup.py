@@ -21,7 +21,7 @@ from pcr_core.model.attention import (
 )
 from pcr_core.model.attention_probe import plan_attention
 from pcr_core.model.fingerprint import model_fields
-from pcr_core.model.lean import lean_layers_installed
+from pcr_core.model.lean import lean_candidates, lean_layers_installed
 from pcr_core.model.linear import plan_layers, row_tiles_installed
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.overlap import OverlapChoice, choose_overlap
@@ -66,7 +66,9 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
     loaded.model.eval()
     try:
         fields = model_fields(loaded)
-        path = probe.verdict_path(config.cache_path, loaded, fields)
+        path = probe.verdict_path(
+            config.cache_path, loaded, (fields, lean_candidates(loaded.model))
+        )
         verdict = probe.read_verdict(path)
         if verdict is None:
             verdict = _probe(loaded, config.chunk_tokens, path)

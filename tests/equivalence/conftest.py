@@ -99,7 +99,7 @@ class World:
             self.layout,
             self.namespace,
             tier_settings(self.config, self.runner.cuts),
-            dram_bytes=slots * self.layout.nbytes,
+            dram_bytes=-(-slots * self.layout.nbytes // 4096) * 4096,  # whole pages
             cache_dir=folder,
             ssd_bytes=files * self.file_nbytes,
             registrar=registrar_of(self.loaded.device),

@@ -27,7 +27,7 @@ from pcr_core.model.prefill_plan import shape_independent
 from pcr_core.model.runner import Forward, Runner
 from pcr_core.model.simulated_streams import SimulatedCompute, simulated_streams
 from pcr_core.model.streams import OVERLAPS, Overlap
-from pcr_core.tiers import HostPool
+from pcr_core.tiers import HostPool, SlabPlan
 
 CHUNK = 16
 CHUNKS = 20
@@ -70,7 +70,7 @@ class Bench:
         self.loaded: LoadedModel = load(EngineConfig(), model, tokenizer)
         layout = ChunkLayout(self.loaded.shapes, CHUNK, "F32", 4)
         self.layer_bytes = layout.nbytes // layers
-        pool = HostPool(layout, CHUNKS * layout.nbytes)
+        pool = HostPool(layout, SlabPlan(CHUNKS, layout.nbytes))
         self.slots = {index: pool.allocate() for index in range(CHUNKS)}
 
     def prefill(

@@ -76,7 +76,8 @@ def _damaged(text: str) -> list[str]:
         json.dumps(without),
         json.dumps({**content, "layers": [{"in": 1}]}),
         json.dumps({**content, "layers": 5}),
-        json.dumps({**content, "causal_tails": None}),
+        json.dumps({**content, "attention": None}),
+        json.dumps({**content, "attention": {"causal_tails": None}}),
         json.dumps({**content, "layers": [{**content["layers"][0], "tiles": []}]}),
     ]
 

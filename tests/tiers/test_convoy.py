@@ -22,6 +22,7 @@ from pcr_core.tiers import (
     InlineIo,
     IoPool,
     Lease,
+    SlabPlan,
     StopPolicy,
     TierManager,
     TierSettings,
@@ -79,12 +80,13 @@ class Pipeline:
         self.time = VirtualTime()
         store = MemoryStore(10**9)
         size = layout.nbytes
-        pools = [HostPool(layout, chunks * size) for _ in range(2)]
+        pools = [HostPool(layout, SlabPlan(chunks, size)) for _ in range(2)]
         first = TierManager(layout, space, pools[0], store, InlineIo(store))
         with first.lease(self.keys, self.tokens, 0) as lease:
             for index, slot in lease.sinks.items():
                 slot.view[:] = bytes([index]) * size
                 lease.filled(index)
+        assert first.flush()
         io = VirtualIo(store, self.time, bandwidth=size / read, readers=readers)
         self.manager = TierManager(
             layout,
