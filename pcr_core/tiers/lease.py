@@ -26,8 +26,8 @@ class PathChunk:
     node: Node
 
 
-class LeaseOwner(Protocol):
-    """What a lease asks of the tier manager."""
+class Lender(Protocol):
+    """What a lease asks of whoever reads for it; ``Loading`` is one."""
 
     def settle(self, lease: Lease, index: int) -> None:
         """Decide what becomes of a chunk whose read is under way."""
@@ -38,9 +38,6 @@ class LeaseOwner(Protocol):
     def lose(self, lease: Lease, index: int) -> None:
         """Take a chunk that will not come from the sources."""
 
-    def release(self, lease: Lease) -> None:
-        """End the lease: publish, unpin, write back."""
-
 
 class Lease:
     """Slots to read and slots to fill for one prompt. Engine thread only.
@@ -49,6 +46,14 @@ class Lease:
     needed, wait for each layer of those ``arriving`` before it is read, and call
     ``filled(i)`` for each sink that was filled. However the block is left, filled sinks
     are published, the others are freed, and the whole path counts as used once.
+
+    Args:
+        lender: Reads for it.
+        release: Ends it: publishes, unpins, writes back.
+        path: Every full chunk of the prompt, root first.
+        keys: Their keys.
+        prompt_tokens: Length of the prompt.
+        covered: Leading chunks that the device holds whole.
 
     Attributes:
         path: Every full chunk of the prompt, root first.
@@ -69,13 +74,15 @@ class Lease:
 
     def __init__(
         self,
-        owner: LeaseOwner,
+        lender: Lender,
+        release: Callable[[Lease], None],
         path: Sequence[PathChunk],
         keys: Sequence[ChunkKey],
         prompt_tokens: int,
         covered: int = 0,
     ) -> None:
-        self._owner = owner
+        self._lender = lender
+        self._release = release
         self._sources: dict[int, Slot] = {}
         self._sinks: dict[int, Slot] = {}
         self._arriving: dict[int, Arrival] = {}
@@ -137,7 +144,7 @@ class Lease:
         (computed and not kept). Others may have changed as well.
         """
         if index in self.readings:
-            self._owner.settle(self, index)
+            self._lender.settle(self, index)
 
     def wait(self) -> None:
         """Settle everything that is pending, and have all sources complete."""
@@ -149,7 +156,7 @@ class Lease:
     def complete(self, index: int) -> None:
         """Have a chunk that is arriving complete, or lost; may block."""
         if index in self._arriving:
-            self._owner.complete(self, index)
+            self._lender.complete(self, index)
 
     def lost(self, index: int) -> None:
         """Give up a chunk for which waiting has raised ``ChunkLostError``.
@@ -159,7 +166,7 @@ class Lease:
         all others that are not complete.
         """
         if index in self._sources:
-            self._owner.lose(self, index)
+            self._lender.lose(self, index)
 
     def filled(self, index: int) -> None:
         """Say that every byte of sink ``index`` is written.
@@ -214,7 +221,7 @@ class Lease:
         """End the lease; a second call does nothing."""
         if self._open:
             self._open = False
-            self._owner.release(self)
+            self._release(self)
 
     def __enter__(self) -> Lease:
         return self

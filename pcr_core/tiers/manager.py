@@ -150,7 +150,7 @@ class TierManager:
             for index, node in enumerate(nodes)
         ]
         covered = min(resident // self.chunk_tokens, len(keys))
-        lease = Lease(self, path, keys, len(tokens), covered)
+        lease = Lease(self._loading, self.release, path, keys, len(tokens), covered)
         self._leases.add(lease)
         try:
             self._catalogue.adopt(keys)
@@ -174,18 +174,6 @@ class TierManager:
         found = self._heads.find(keys, tokens, usable, resident)
         return {index: head.tokens for index, head in found.items()}
 
-    def settle(self, lease: Lease, index: int) -> None:
-        """Decide what becomes of a chunk being read; see ``Lease.settle``."""
-        self._loading.settle(lease, index)
-
-    def complete(self, lease: Lease, index: int) -> None:
-        """Wait for a chunk that is arriving; see ``Lease.wait``."""
-        self._loading.complete(lease, index)
-
-    def lose(self, lease: Lease, index: int) -> None:
-        """Give up a chunk that will not come; see ``Lease.lost``."""
-        self._loading.lose(lease, index)
-
     def release(self, lease: Lease) -> None:
         """End a lease; see ``Lease``."""
         self._leases.discard(lease)
@@ -193,7 +181,6 @@ class TierManager:
             lease.readings.clear()
             return
         self._loading.leave(lease)
-        self.poll()
         nodes = [chunk.node for chunk in lease.path]
         for index in lease.sinks:
             if index in lease.done:
