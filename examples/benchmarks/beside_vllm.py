@@ -16,11 +16,12 @@ rounds are added to those in the file.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,9 @@ def check(parser: argparse.ArgumentParser, options: Any) -> None:
         )
 
 
-def measure(dtype: str, options: Any, figures: dict[str, Any]) -> None:
+def measure(
+    dtype: str, options: Any, figures: dict[str, Any], save: Callable[[], None]
+) -> None:
     """Start all systems, run the rounds and the stream, end them."""
     model = options.model or str(packaged_model_dir(options.models.expanduser()))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -269,6 +272,7 @@ def measure(dtype: str, options: Any, figures: dict[str, Any]) -> None:
             stack.enter_context(STARTERS[name](setup)) for name in options.systems
         ]
         run_rounds(children, prompts, options.rounds, rounds)
+        save()
         if options.stream:
             stream = make_stream(tokenizer, requests=options.requests)
             for child in children:
@@ -277,6 +281,7 @@ def measure(dtype: str, options: Any, figures: dict[str, Any]) -> None:
                     "requests": found,
                     "peak": child.peak_bytes(),
                 }
+                save()
 
 
 def report(dtypes: Sequence[str], results: dict[str, Any]) -> None:
@@ -306,10 +311,10 @@ def main() -> None:
     if options.resume and options.json.is_file():
         results = json.loads(options.json.read_text())
     results["machine"] = about
+    save = functools.partial(write_json, options.json, results)
     with quiet_transformers():
         for dtype in options.dtypes:
-            measure(dtype, options, results.setdefault(dtype, {}))
-            write_json(options.json, results)
+            measure(dtype, options, results.setdefault(dtype, {}), save)
     report(options.dtypes, results)
 
 
