@@ -94,6 +94,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         dram_bytes="1GiB",
         ssd_bytes="2GiB",
         exact=True,
+        resident_rows=0,  # it shows the tiers that outlive a request
         threads=options.threads,
     )
 

@@ -104,7 +104,8 @@ class EngineConfig(BaseModel):
         ssd_bytes: Hard budget of the SSD tier; 0 turns that tier off.
         chunk_tokens: Tokens per KV chunk; a multiple of 16.
         exact: ``True``: reuse never changes a bit of the result. ``False``: it may by
-            rounding. ``None``: exact wherever the start-up probe finds it nearly free.
+            rounding, and is not bound to whole chunks. ``None``: exact wherever the
+            start-up probe finds it nearly free.
         device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         dtype: ``"auto"`` takes what the checkpoint was saved in.
         overlap: Which copies of KV run beside the model's compute: ``"up"`` loads into
@@ -113,7 +114,8 @@ class EngineConfig(BaseModel):
         resident_rows: How many finished requests keep their KV where the model
             computes, beside the other tiers, until another request needs the memory:
             one that begins with the same tokens goes on from there without a copy.
-            0 turns that tier off.
+            Together they hold at most an eighth of the memory that is left when the
+            engine starts, on a CPU at most 1 GiB. 0 turns that tier off.
         threads: Intra-op threads of torch; ``None`` leaves torch's own setting.
         max_queue: Requests that may wait before ``submit`` raises ``QueueFullError``.
         eviction: ``"lookahead-lru"``: least recently used first, but what waiting

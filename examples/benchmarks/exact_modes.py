@@ -57,11 +57,11 @@ def prefill(loaded: LoadedModel, cuts: Cuts, tokens: list[int]) -> list[bytes]:
 
 
 def timer(loaded: LoadedModel, cuts: Cuts, tokens: list[int]) -> Callable[[], None]:
-    """A prefill on buffers that exist, as in a running engine."""
+    """A prefill on a row that exists, as in a running engine."""
     runner = Runner(loaded, max(SIZES), cuts)
-    runner.open_row(len(tokens))
+    row = runner.open_row(len(tokens))
     io = ChunkIO({}, {}, filled=lambda index: None, between=lambda: None)
-    return lambda: void(runner.prefill(runner.open_row(len(tokens)), tokens, io))
+    return lambda: void(runner.prefill(row, tokens, io))
 
 
 def void(_: object) -> None:

@@ -69,6 +69,7 @@ def measure(dtype: str, options: Any, folder: Path) -> dict[str, Any]:
         "dtype": dtype,
         "threads": options.threads,
         "dram_bytes": "2GiB",
+        "resident_rows": 0,
     }
     with Engine(EngineConfig(**settings)) as engine:
         prompts = queue_of(engine, options)

@@ -63,7 +63,8 @@ def is_clean(engine: Engine) -> bool:
 def test_a_conversation(make: Make, make_engine: Make) -> None:
     plain = make_engine(ssd_bytes=0)
     engine = make(chunk_tokens=64)
-    messages = [{"role": "user", "content": "tell me all you know about the tides " * 3}]
+    messages = [{"role": "user", "content": "tell me all about the tides " * 4}]
+    before = 0
     for turn in range(4):
         size = len(engine.encode(messages))
         found = ask(engine, messages)

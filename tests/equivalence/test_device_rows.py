@@ -11,6 +11,11 @@ import pytest
 
 from pcr_core.index.chunk import chunk_keys
 from pcr_core.index.prefix_tree import Event, Host
+from pcr_core.model.chunk_io import ChunkIO
+from pcr_core.model.fingerprint import kv_bytes
+from pcr_core.model.runner import Prefilled
+from pcr_core.tiers import HostPool, SlabPlan
+from tests.equivalence.conftest import raw_bytes
 
 CHUNK = 32
 KINDS = ("llama", "mistral_sliding")
@@ -165,3 +170,67 @@ def test_a_wrong_row_would_show(world: Any, folder: Path) -> None:
     assert changed.usage.cached_by_tier == {"device": 64}
     assert changed != one.reference(prompt)
     one.shut()
+
+
+class Stored:
+    """The chunks of a prompt in slots, and a row that holds some of its tokens."""
+
+    def __init__(self, world: Any, tokens: Prompt, resident: int) -> None:
+        self.world, self.tokens, self.resident = world, tokens, resident
+        count = len(tokens) // CHUNK
+        pool = HostPool(world.layout, SlabPlan(count + 1, world.layout.nbytes))
+        self.slots = {index: pool.allocate() for index in range(count)}
+        world.runner.forget()
+        self.cold = self.prefill(sinks=self.slots)[1]
+        self.asked: list[int] = []
+
+    def prefill(self, **chunks: Any) -> tuple[Prefilled, list[bytes]]:
+        """Run the prompt on the row, which is made first; returns its bits, too."""
+        runner = self.world.runner
+        runner.forget()
+        row = runner.open_row(len(self.tokens))
+        if self.resident:
+            runner.prefill(row, self.tokens[: self.resident], _io())
+        runner.close_row(row)
+        row = runner.open_row(len(self.tokens), self.tokens)
+        assert row.resident == self.resident
+        done = runner.prefill(row, self.tokens, _io(**chunks))
+        bits = kv_bytes(row.cache, len(self.tokens))
+        row.tokens = []
+        runner.close_row(row)
+        return done, [*bits, raw_bytes(done.logits)]
+
+
+def _io(**chunks: Any) -> ChunkIO:
+    options = {"sources": {}, "sinks": {}, **chunks}
+    return ChunkIO(filled=lambda index: None, between=lambda: None, **options)
+
+
+@pytest.mark.parametrize("ends", ["source", "hole"])
+@pytest.mark.parametrize(("resident", "pending"), [(48, 1), (48, 2), (64, 2)])
+def test_reads_where_the_row_ends(
+    world: Any, resident: int, pending: int, ends: str
+) -> None:
+    """The chunk that a row holds in part, or the one behind it, is being read."""
+    one = world("llama", "float32", chunk=CHUNK, rows=1)
+    stored = Stored(one, family(5, 3 * CHUNK + 5), resident)
+    sources = {i: slot for i, slot in stored.slots.items() if i != pending}
+    waiting = {pending}
+
+    def settle(index: int) -> None:
+        waiting.remove(index)
+        if ends == "source":
+            sources[index] = stored.slots[index]
+
+    done, bits = stored.prefill(sources=sources, pending=waiting, settle=settle)
+    assert bits == stored.cold
+    assert not waiting
+    whole = resident // CHUNK * CHUNK
+    assert done.resident == (resident if pending == 1 and ends == "hole" else whole)
+    computed = [(3 * CHUNK, len(stored.tokens))]
+    if ends == "hole":
+        front = max(resident, pending * CHUNK) if pending == 1 else pending * CHUNK
+        computed.insert(0, (front, (pending + 1) * CHUNK))
+    if ends == "hole" and pending == 2:
+        computed = [(2 * CHUNK, len(stored.tokens))]
+    assert list(done.computed) == computed

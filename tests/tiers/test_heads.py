@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from pcr_core.index.chunk import ChunkKey
-from pcr_core.index.node import Node
+from pcr_core.index.node import Event, Node
 from pcr_core.tiers.siblings import Siblings
 from tests.tiers.conftest import LAYOUT, NAMESPACE, keys_of
 
@@ -70,6 +70,14 @@ def test_only_behind_what_can_be_read(manager: Any) -> None:
     found = serve(manager, tokens)
     assert set(found.heads) == {1}, "the third follows what is computed anyway"
     assert set(serve(manager, [*first[:8], 3, 3, 8, 8]).heads) == {2}
+
+
+def test_behind_what_only_the_device_holds(manager: Any) -> None:
+    first = [1, 1, 1, 1, 2, 3, 4, 5]
+    serve(manager, first)
+    manager._dram.free(manager._tree.match(keys_of(first))[0], Event.EVICT)
+    tokens = [1, 1, 1, 1, 2, 3, 9, 9]
+    assert set(serve(manager, tokens, resident=4).heads) == {1}
 
 
 def test_what_must_not_be_read_has_no_heads(manager: Any) -> None:
