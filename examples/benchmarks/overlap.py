@@ -44,7 +44,7 @@ from pcr_core.model.runner import Prefilled, Row, Runner
 from pcr_core.model.setup import Prepared, model_prepared
 from pcr_core.model.streams import OVERLAPS, streams_opened
 from pcr_core.request import Request
-from pcr_core.tiers import open_tiers
+from pcr_core.tiers import CudaRegistrar, open_tiers
 
 MATCHED = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95)
 ONE = SamplingParams(max_tokens=1)
@@ -88,13 +88,15 @@ class Server:
             loaded.safetensors_dtype,
             loaded.dtype.itemsize,
         )
+        on_cuda = loaded.device.type == "cuda"
+        registrar = CudaRegistrar(loaded.device) if on_cuda else None
         tiers = open_tiers(
             layout,
             prepared.namespace,
             dram_bytes=int(config.dram_bytes),
             cache_dir=config.cache_path,
             ssd_bytes=0,
-            pin_memory=loaded.device.type == "cuda",
+            registrar=registrar,
         )
         lifetimes.callback(tiers.close)
         self._loop = EngineLoop(self.runner, loaded.tokenizer, (), tiers)
