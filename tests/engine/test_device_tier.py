@@ -85,6 +85,7 @@ def test_a_conversation(make: Make, make_engine: Make) -> None:
 def test_the_same_documents_and_another_question(make: Make) -> None:
     engine, documents = make(), fresh(200)
     ask(engine, [*documents, *fresh(20)])
+    engine.flush()  # what is being written cannot be evicted
     on_engine_thread(engine, lambda: _empty_dram(engine))
     found = ask(engine, [*documents, *fresh(40)])
     assert found.usage.cached_by_tier == {"device": 192}
@@ -117,6 +118,7 @@ def test_in_free_mode_what_was_generated_counts_too(make: Make) -> None:
     engine, prompt = make(exact=False), fresh(50)
     first = ask(engine, prompt)
     more = [*prompt, *first.token_ids, *fresh(10)]
+    engine.flush()  # what is being written cannot be evicted
     on_engine_thread(engine, lambda: _empty_dram(engine))
     found = ask(engine, more)
     # The last token generated has no KV: nobody asked what follows it.
