@@ -155,12 +155,25 @@ class Grammars:
                 f"{name} needs llguidance, which is not installed; run: "
                 'pip install "pcr-rag[structured]"'
             )
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(self._words(), _grammar(name, value), log_level=0)
+        if name == "choices":
+            self._refuse_special(value)
+        brief = LLParserLimits(verbose_errors=False)
+        grammar = _grammar(name, value)
+        matcher = LLMatcher(self._words(), grammar, log_level=0, limits=brief)
         if matcher.is_error():
             raise RequestError(f"{name} cannot be compiled: {matcher.get_error()}")
         return matcher
+
+    def _refuse_special(self, choices: Sequence[str]) -> None:
+        """Text that looks like a special token would be read as that token."""
+        for special in getattr(self._tokenizer, "all_special_tokens", ()):
+            if any(special in choice for choice in choices):
+                raise RequestError(
+                    f"choices contain {special!r}, which is a special token of this "
+                    "model and no text; leave it out"
+                )
 
     def _words(self) -> Any:
         """The tokenizer as llguidance wants it, made once."""
