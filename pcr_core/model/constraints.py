@@ -21,7 +21,7 @@ from pcr_core.errors import ModelError, RequestError
 from pcr_core.sampling_params import SamplingParams
 
 _KEPT = 64
-_SPACING = {
+_SPACING: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
@@ -204,8 +204,9 @@ def _grammar(name: str, value: Any) -> str:
     from llguidance import LLMatcher
 
     made: str
+    spacing: Any = _SPACING
     if name == "json_schema":
-        made = LLMatcher.grammar_from_json_schema(value, defaults=_SPACING)
+        made = LLMatcher.grammar_from_json_schema(value, defaults=spacing)
     elif name == "grammar":
         made = LLMatcher.grammar_from_lark(value)
     else:

@@ -30,7 +30,7 @@ _NOT_TAKEN = (
     "typical_p",
     "watermarking_config",
 )
-_HARMLESS = (None, 0, 0.0, 1, 1.0, [], {})
+_HARMLESS: tuple[Any, ...] = (None, 0, 0.0, 1, 1.0, [], {})
 
 
 def sampling_defaults(model: Any) -> SamplingDefaults:

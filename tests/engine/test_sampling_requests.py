@@ -190,15 +190,10 @@ def test_a_real_model_fills_in_a_form(smollm2_dir: Path, tmp_path: Path) -> None
             "content": "Anna is 31 and likes chess. Answer with name, age and hobbies.",
         }
     ]
-    with Engine(config(tmp_path, model=str(smollm2_dir))) as engine:
-        for seed, temperature in ((0, 0.0), (1, 1.5)):
-            params = SamplingParams(
-                json_schema=Person, max_tokens=120, temperature=temperature, seed=seed
-            )
-            result = engine.generate(messages, params)
-            if result.finish_reason == "length":
-                assert temperature, "greedy ends"
-                continue
-            person = Person.model_validate_json(result.text)
-            assert json.dumps(json.loads(result.text), ensure_ascii=False)
-            assert temperature or person.age == 31
+    settings = config(tmp_path, model=str(smollm2_dir), overlap="none", threads=1)
+    with Engine(settings) as engine:
+        params = SamplingParams(json_schema=Person, max_tokens=120)
+        result = engine.generate(messages, params)
+    person = Person.model_validate_json(result.text)
+    assert json.dumps(person.model_dump()) == result.text, "on one line"
+    assert (result.finish_reason, person.age) == ("stop", 31)
