@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import numpy as np
 
 from pcr_core.errors import ModelError, RequestError
+from pcr_core.model.processors import Scores
 from pcr_core.sampling_params import SamplingParams
 
 _KEPT = 64
@@ -52,16 +53,16 @@ class Matcher:
         """Whether nothing but the end can follow."""
         return bool(self._inner.is_stopped())
 
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return new ``[1, vocabulary]`` scores, ``-inf`` where the text cannot go on.
+    def __call__(self, scores: Scores) -> None:
+        """Set ``scores`` to ``-inf`` where the text cannot go on.
 
         Raises:
             ModelError: If the constraint has become too complex to follow.
         """
-        mask = bytearray(self._inner.compute_logit_bias())  # one byte a token
+        mask = self._inner.compute_logit_bias()  # one byte a token
         self._check()
-        allowed = torch.frombuffer(mask, dtype=torch.uint8)[: scores.shape[1]]
-        return scores.masked_fill(allowed[None] == 0, float("-inf"))
+        allowed = np.frombuffer(mask, dtype=np.bool_)[: scores.size]
+        scores[~allowed] = -np.inf
 
     def accept(self, token: int) -> None:
         """Take note of the token that was chosen.

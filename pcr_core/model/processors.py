@@ -2,25 +2,28 @@
 
 transformers' processors are functions of the whole sequence, which they are given as a
 tensor at every step. Each of these keeps what it needs of the sequence instead, so that
-a step costs the same behind a long prompt as behind a short one.
+a step costs the same behind a long prompt as behind a short one. In NumPy, as ``draw``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+import numpy as np
+import numpy.typing as npt
 
-_IMPOSSIBLE = float("-inf")
+Scores = npt.NDArray[np.float32]
+"""``[vocabulary]``, fp32."""
+
+_IMPOSSIBLE = -np.inf
 
 
 class Processor(Protocol):
     """Changes scores; is told of every token that was chosen."""
 
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return new ``[1, vocabulary]`` scores, fp32; the given ones stay as is."""
+    def __call__(self, scores: Scores) -> None:
+        """Change ``scores`` in place."""
         ...
 
     def accept(self, token: int) -> None:
@@ -32,38 +35,40 @@ class Bias:
     """Adds a constant to some tokens' logits."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
-        self._ids = torch.tensor(list(bias), dtype=torch.long)
-        self._values = torch.tensor(list(bias.values()), dtype=torch.float32)
+        self._ids = np.array(list(bias), dtype=np.int64)
+        self._values = np.array(list(bias.values()), dtype=np.float32)
 
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, scores: Scores) -> None:
         """See ``Processor``."""
-        return scores.index_add(1, self._ids, self._values[None])
+        scores[self._ids] += self._values
 
     def accept(self, token: int) -> None:
         """See ``Processor``."""
 
 
 class RepetitionPenalty:
-    """transformers' repetition penalty, given each token of the sequence once.
+    """Divides or multiplies the score of every token that occurs, however often.
 
-    It divides or multiplies the score of every token that occurs, however often.
+    The definition of Keskar et al. (2019), as transformers has it.
     """
 
     def __init__(self, penalty: float, prompt: Sequence[int]) -> None:
-        self._apply = RepetitionPenaltyLogitsProcessor(penalty)
+        self._penalty = np.float32(penalty)
         self._seen = set(prompt)
-        self._ids = torch.tensor([sorted(self._seen)], dtype=torch.long)
+        self._ids = np.array(sorted(self._seen), dtype=np.int64)
 
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, scores: Scores) -> None:
         """See ``Processor``."""
-        changed: torch.Tensor = self._apply(self._ids, scores)
-        return changed
+        before = scores[self._ids]
+        scores[self._ids] = np.where(
+            before < 0, before * self._penalty, before / self._penalty
+        )
 
     def accept(self, token: int) -> None:
         """See ``Processor``."""
         if token not in self._seen:
             self._seen.add(token)
-            self._ids = torch.cat([self._ids, torch.tensor([[token]])], dim=1)
+            self._ids = np.append(self._ids, token)
 
 
 class OutputPenalty:
@@ -76,20 +81,20 @@ class OutputPenalty:
         self._presence = presence
         self._frequency = frequency
         self._present: set[int] = set()
-        self._penalties: torch.Tensor | None = None  # of the scores' shape
+        self._penalties: npt.NDArray[Any] | None = None  # of the scores' shape
 
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, scores: Scores) -> None:
         """See ``Processor``."""
         if self._penalties is None:
-            self._penalties = torch.zeros_like(scores)
-        return scores - self._penalties
+            self._penalties = np.zeros_like(scores)
+        scores -= self._penalties
 
     def accept(self, token: int) -> None:
         """See ``Processor``."""
         assert self._penalties is not None
         new = token not in self._present
         self._present.add(token)
-        self._penalties[0, token] += self._frequency + self._presence * new
+        self._penalties[token] += self._frequency + self._presence * new
 
 
 class MinTokens:
@@ -100,14 +105,16 @@ class MinTokens:
 
     def __init__(self, tokens: int, ends: Iterable[int]) -> None:
         self._left = tokens
-        self._ends = torch.tensor(sorted(set(ends)), dtype=torch.long)
+        self._ends = np.array(sorted(set(ends)), dtype=np.int64)
 
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, scores: Scores) -> None:
         """See ``Processor``."""
         if self._left <= 0:
-            return scores
-        going_on = scores.index_fill(1, self._ends, _IMPOSSIBLE)
-        return scores if float(going_on.max()) == _IMPOSSIBLE else going_on
+            return
+        before = scores[self._ends]
+        scores[self._ends] = _IMPOSSIBLE
+        if scores.max() == _IMPOSSIBLE:
+            scores[self._ends] = before
 
     def accept(self, token: int) -> None:
         """See ``Processor``."""

@@ -10,13 +10,14 @@ import torch
 
 from pcr_core.errors import ModelError
 from pcr_core.model.constraints import Constraint, Matcher
-from pcr_core.model.draw import Warp, draw
+from pcr_core.model.draw import Warp, best_first, draw, log_total
 from pcr_core.model.processors import (
     Bias,
     MinTokens,
     OutputPenalty,
     Processor,
     RepetitionPenalty,
+    Scores,
 )
 from pcr_core.sampling_params import SamplingDefaults, SamplingParams
 
@@ -113,41 +114,37 @@ class Sampler:
         Raises:
             ModelError: If a logit is NaN or infinite upwards, or no token is possible.
         """
-        raw = logits.to(device="cpu", dtype=torch.float32)
-        # The largest is NaN if any is.
-        best, index = (float(part) for part in raw[0].max(0))
-        if math.isnan(best) or best == math.inf:
+        raw: Scores = logits[0].to(device="cpu", dtype=torch.float32).numpy()
+        token = int(raw.argmax())  # of a NaN, if there is one
+        if math.isnan(raw[token]) or raw[token] == math.inf:
             raise ModelError(
                 "the model produced NaN or infinite logits; try dtype='float32', and "
                 "check the weights if that does not help"
             )
-        scores = raw
+        scores = raw.copy() if self._chain else raw
         for processor in self._chain:
-            scores = processor(scores)
-        if scores is not raw:
-            best, index = (float(part) for part in scores[0].max(0))
-        if best == -math.inf:
+            processor(scores)
+        token = int(scores.argmax())
+        if scores[token] == -math.inf:
             raise ModelError(
                 "no token is possible: the model or the constraint excludes them all"
             )
-        token = int(index)
         if self._warp is not None:
-            token = draw(scores[0], self._warp, self._random)
-        self._note(raw[0], token)
+            token = draw(scores, self._warp, self._random)
+        self._note(raw, token)
         for processor in self._chain:
             processor.accept(token)
         return token
 
-    def _note(self, raw: torch.Tensor, token: int) -> None:
+    def _note(self, raw: Scores, token: int) -> None:
         """Keep the log-probabilities that were asked for."""
         if self._logprobs is None:
             return
-        total = float(raw.logsumexp(0))
+        total = log_total(raw)
         self._logprobs.append(float(raw[token]) - total)
         if self._top is not None:
-            top = raw.topk(min(self._alternatives, raw.numel()))
-            pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            self._top.append({one: value - total for one, value in pairs})
+            top = best_first(raw, min(self._alternatives, raw.size)).tolist()
+            self._top.append({one: float(raw[one]) - total for one in top})
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel, Field
 from transformers import GenerationConfig
 
 from pcr_core import Engine, EngineConfig, ModelError, RequestError, SamplingParams
@@ -174,26 +172,3 @@ def test_alternatives(engine: Engine) -> None:
         assert top[token] == pytest.approx(chance, abs=1e-5)
         assert len(top) == 2
     assert engine.generate(PROMPT, SamplingParams(max_tokens=1)).top_logprobs is None
-
-
-class Person(BaseModel):
-    name: str = Field(max_length=20)
-    age: int = Field(ge=0, le=150)
-    hobbies: list[str] = Field(max_length=3)
-
-
-def test_a_real_model_fills_in_a_form(smollm2_dir: Path, tmp_path: Path) -> None:
-    pytest.importorskip("llguidance")
-    messages = [
-        {
-            "role": "user",
-            "content": "Anna is 31 and likes chess. Answer with name, age and hobbies.",
-        }
-    ]
-    settings = config(tmp_path, model=str(smollm2_dir), overlap="none", threads=1)
-    with Engine(settings) as engine:
-        params = SamplingParams(json_schema=Person, max_tokens=120)
-        result = engine.generate(messages, params)
-    person = Person.model_validate_json(result.text)
-    assert json.dumps(person.model_dump()) == result.text, "on one line"
-    assert (result.finish_reason, person.age) == ("stop", 31)

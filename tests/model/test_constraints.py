@@ -7,15 +7,19 @@ import random
 import re
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from pydantic import BaseModel, Field
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 from pcr_core.errors import ModelError, RequestError
-from pcr_core.model.constraints import Constraint, Grammars
+from pcr_core.model.constraints import Constraint, Grammars, Matcher
 from pcr_core.model.sampling import Sampler
 from pcr_core.sampling_params import SamplingParams
 
@@ -296,14 +300,20 @@ def test_compiled_constraints_are_kept_and_never_advanced(
 def test_two_texts_of_one_constraint_do_not_meet(grammars) -> None:
     constraint = grammars.compile(SamplingParams(choices=["ab", "ba"]))
     assert constraint is not None
-    scores = torch.zeros(1, VOCABULARY)
+
+    def possible_in(matcher: Matcher) -> list[int]:
+        scores = np.zeros(VOCABULARY, dtype=np.float32)
+        matcher(scores)
+        found: list[int] = np.flatnonzero(scores == 0).tolist()
+        return found
+
     one, other = constraint.start(), constraint.start()
-    possible = (one(scores) == 0).nonzero()[:, 1].tolist()
+    possible = possible_in(one)
     assert len(possible) == 2
     one.accept(possible[0])
     other.accept(possible[1])
-    assert (one(scores) == 0).nonzero()[:, 1].tolist() == [possible[1]]
-    assert (other(scores) == 0).nonzero()[:, 1].tolist() == [possible[0]]
+    assert possible_in(one) == [possible[1]]
+    assert possible_in(other) == [possible[0]]
 
 
 def test_many_threads_compile_at_once(tiny_tokenizer) -> None:
@@ -393,3 +403,66 @@ def test_a_token_that_only_the_constraint_allows_but_the_model_excludes() -> Non
     sampler = Sampler(SamplingParams(regex="a"), [1], [END], Constraint(Only()))
     with pytest.raises(ModelError, match="no token is possible"):
         sampler.choose(logits)
+
+
+# --- a real model ---
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=150)
+    hobbies: list[str] = Field(max_length=3)
+
+
+ASKED = "Anna is 31 and likes chess. Answer with name, age and hobbies."
+
+
+def test_a_real_model_fills_in_a_form(smollm2_dir: Path) -> None:
+    """Greedily, through tokens of many letters."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.bfloat16)
+    chat = [{"role": "user", "content": ASKED}]
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )["input_ids"]
+    grammars = Grammars(tokenizer, model.config.vocab_size, [2])
+    params = SamplingParams(json_schema=Person, max_tokens=80)
+    constraint = grammars.compile(params)
+    assert constraint is not None
+    matcher, prompt = constraint.start(), inputs.shape[1]
+
+    class Follow(LogitsProcessor):
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if ids.shape[1] > prompt:
+                matcher.accept(int(ids[0, -1]))
+            scores = scores.float()
+            matcher(scores[0].numpy())
+            return scores
+
+    tokens = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        logits_processor=[Follow()],
+        max_new_tokens=params.max_tokens,
+    )[0, prompt:]
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    person = Person.model_validate_json(text)
+    assert (person.name, person.age) == ("Anna", 31)
+    assert json.dumps(person.model_dump()) == text, "on one line"
+
+
+def test_any_way_to_cut_forced_text_into_tokens_is_followed(smollm2_dir: Path) -> None:
+    """The mask after a token is that of the text, wherever tokens were cut."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    grammars = Grammars(tokenizer, 49152, [2])
+    for seed in range(8):
+        params = SamplingParams(
+            choices=["weather: rain 100% ✓", "weather: unknown"],
+            temperature=100.0,
+            seed=seed,
+        )
+        sampler = Sampler(params, [1], [2], grammars.compile(params))
+        tokens: list[int] = []
+        while not sampler.complete:
+            tokens.append(sampler.choose(torch.zeros(1, 49152)))
+        assert tokenizer.decode(tokens) in (params.choices or ())
