@@ -36,6 +36,7 @@ from pcr_core.explain.explanation import Explanation
 from pcr_core.explain.reasons import explain
 from pcr_core.index.chunk import chunk_keys
 from pcr_core.model.prompt import Tools, encode_prompt, encode_with_offsets
+from pcr_core.model.sampling_rules import SamplingRules
 from pcr_core.request import Completion, Prompt, Request, Result
 from pcr_core.sampling_params import SamplingParams
 from pcr_core.service import Door, start
@@ -91,6 +92,7 @@ class Engine:
         self._overlap = service.parts.overlap
         self._chunk_tokens = service.parts.chunk_tokens
         self._loop = service.parts.loop
+        self._sampling = SamplingRules(self._loaded, self._encode_lock)
         self._end = partial(_end, self._door, self._thread, self._pid)
         atexit.register(self._end)
         forgotten = weakref.finalize(self, _leave, self._door, self._pid)
@@ -110,22 +112,26 @@ class Engine:
 
         Args:
             prompt: Text, token ids, or chat messages (see ``encode``).
-            params: How to sample; defaults to greedy, 256 tokens.
+            params: How to sample; defaults to 256 tokens and, like every field that
+                is ``None``, to the model's generation config (see ``resolve``).
             tools: Tool schemas for the chat template.
             documents: Documents that the prompt contains, so that ``explain`` can name
                 them and ``forget`` can remove them. They change nothing else.
 
         Raises:
             RequestError: If the prompt is empty or of a wrong type, a document is not
-                in it, or ``params`` name a token that the model does not have.
+                in it, ``params`` name a token that the model does not have, or their
+                constraint cannot be compiled.
             PromptTooLongError: Before any compute.
             QueueFullError: If ``max_queue`` requests are waiting.
             EngineClosedError: If the engine is closed, or after ``fork``.
         """
         self._check_process()
         submitted = time.perf_counter()
-        params = self._checked(params)
+        params = self._sampling.resolve(params)
+        constraint = self._sampling.compile(params)
         request = self._request(prompt, tools, documents)
+        request.constraint = constraint
         room = self.context_window - len(request.tokens)
         if params.max_tokens > room:
             params = params.model_copy(update={"max_tokens": room})
@@ -278,6 +284,17 @@ class Engine:
         with self._encode_lock:  # fast tokenizers forbid concurrent use
             return encode_prompt(self._loaded.tokenizer, prompt, tools)
 
+    def resolve(self, params: SamplingParams | None = None) -> SamplingParams:
+        """Return the sampling parameters that ``submit`` would use for these.
+
+        A field that is ``None`` gets the value of the model's generation config: greedy
+        unless that says ``do_sample``, and otherwise off where it says nothing.
+
+        Raises:
+            RequestError: As for ``submit``.
+        """
+        return self._sampling.resolve(params)
+
     # --- the cache ---
 
     def stats(self) -> EngineStats:
@@ -342,6 +359,14 @@ class Engine:
         return "tools" in str(self._loaded.tokenizer.chat_template or "")
 
     @property
+    def supports_constraints(self) -> bool:
+        """Whether texts can be held to a schema, a regex or a grammar here.
+
+        That needs the extra ``structured`` and a fast tokenizer.
+        """
+        return self._sampling.constrains
+
+    @property
     def closed(self) -> bool:
         """Whether it was closed, or its thread died."""
         return self._door.closed
@@ -404,22 +429,6 @@ class Engine:
                 tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         return text
-
-    def _checked(self, params: object) -> SamplingParams:
-        if params is None:
-            return SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"params must be SamplingParams, not {type(params).__name__}; write "
-                "SamplingParams(max_tokens=32)"
-            )
-        largest = max(params.logit_bias, default=0)
-        if largest >= self._loaded.vocabulary:
-            raise RequestError(
-                f"logit_bias names token {largest}, but the model has tokens 0 to "
-                f"{self._loaded.vocabulary - 1}"
-            )
-        return params
 
     def _on_engine_thread(self, function: Callable[[], T]) -> T:
         self._check_process()

@@ -88,6 +88,10 @@ class Result:
         usage: Token counts.
         timing: Seconds.
         intervals: What was done when, layer by layer; ``timeline()`` shows them.
+        top_logprobs: For each of ``token_ids`` the ``SamplingParams.top_logprobs`` most
+            likely tokens, likeliest first, with their log-probabilities under the same
+            distribution; or ``None`` when not asked for. The token chosen need not be
+            among them.
     """
 
     text: str
@@ -97,6 +101,7 @@ class Result:
     usage: Usage
     timing: Timing
     intervals: tuple[Interval, ...] = field(default=(), repr=False)
+    top_logprobs: list[dict[int, float]] | None = field(default=None, repr=False)
 
     def timeline(self) -> Timeline:
         """Where the time went: figures, a drawing, a trace.
@@ -311,6 +316,7 @@ class Request:
         tokens: Prompt token ids.
         keys: Chunk keys of every full chunk of the prompt, root first.
         params: Sampling parameters.
+        constraint: The compiled form of ``params.constraint``, or ``None``.
         completion: Where text, result and errors go.
         spans: Where documents stand in the prompt.
         usable: How many leading chunks may be read rather than computed.
@@ -324,6 +330,7 @@ class Request:
     tokens: list[int]
     keys: Sequence[ChunkKey]
     params: SamplingParams
+    constraint: Any = None
     completion: Completion = field(default_factory=Completion)
     spans: Sequence[DocumentSpan] = ()
     usable: int = 0

@@ -19,12 +19,19 @@ from collections.abc import (
     Generator,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pcr_core import QueueFullError, RequestError
+from pcr_integrations._constraints import constrained
 from pcr_integrations._options import CallOptions
-from pcr_integrations._tool_calls import ParsedReply, ToolCallFilter, parse_reply
+from pcr_integrations._response_template import template_reply
+from pcr_integrations._tool_calls import (
+    ParsedReply,
+    ToolCallFilter,
+    limited,
+    parse_reply,
+)
 from pcr_integrations._tools import ChatTurn, ask_for_format, tell_of_tools
 
 if TYPE_CHECKING:
@@ -56,11 +63,16 @@ class Call:
         prompt = self.render(engine)
         if isinstance(prompt, str):
             completion = engine.submit(prompt, _for_text(options))
-        else:
-            asked = ask_for_format(prompt, options.response_format)
-            turns, tools = tell_of_tools(engine, asked, options.tools)
-            completion = engine.submit(turns, options.params, tools=tools)
-        return Running(engine, completion, self.options)
+            return Running(engine, completion, options)
+        asked = ask_for_format(prompt, options.response_format)
+        turns, tools = tell_of_tools(engine, asked, options.tools)
+        params = constrained(engine, options)
+        completion = engine.submit(turns, params, tools=tools)
+
+        def parse() -> ParsedReply | None:
+            return template_reply(engine, completion.result().token_ids, turns, tools)
+
+        return Running(engine, completion, options, parse)
 
     async def astart(self) -> Running:
         """Submit it from a thread; a task cancelled meanwhile leaves nothing behind."""
@@ -80,6 +92,8 @@ class Running:
     engine: Engine
     completion: Completion
     options: CallOptions
+    parse: Callable[[], ParsedReply | None] = lambda: None
+    """Reads the whole answer with the tokenizer's own parser, once there is one."""
 
     def result(self) -> Result:
         """Wait for the end.
@@ -142,7 +156,7 @@ class Running:
 
     def reader(self) -> ReplyReader:
         """Return what takes the answer apart."""
-        return ReplyReader(self.options)
+        return ReplyReader(self.options, self.parse)
 
     def texts(self, reader: ReplyReader) -> Generator[str, None, None]:
         """As ``pieces``, but only what ``reader`` lets through."""
@@ -212,13 +226,21 @@ def _late(timeout: float | None) -> TimeoutError:
 class ReplyReader:
     """Splits an answer into text and tool calls, whole or piece by piece."""
 
-    def __init__(self, options: CallOptions) -> None:
+    def __init__(
+        self,
+        options: CallOptions,
+        parse: Callable[[], ParsedReply | None] = lambda: None,
+    ) -> None:
         self._use = options.tools
+        self._parse = parse
         self._filter = ToolCallFilter(self._use) if self._use is not None else None
 
     def whole(self, text: str) -> ParsedReply:
         """Take a whole answer apart."""
-        return ParsedReply(text) if self._use is None else parse_reply(text, self._use)
+        if self._use is None:
+            return ParsedReply(text)
+        own = self._parse()
+        return limited(own, self._use) if own else parse_reply(text, self._use)
 
     def feed(self, piece: str) -> str:
         """Take the next piece of a stream; return what can be shown of it."""
@@ -226,7 +248,15 @@ class ReplyReader:
 
     def finish(self) -> ParsedReply:
         """Return what the stream held back: the rest of the text, and the calls."""
-        return ParsedReply("") if self._filter is None else self._filter.finish()
+        if self._use is None or self._filter is None:
+            return ParsedReply("")
+        rest = self._filter.finish()
+        own = self._parse()
+        if own is None:
+            return rest
+        # What was held back is the calls, unless the filter saw them itself.
+        text = rest.text if rest.calls or rest.invalid else ""
+        return replace(limited(own, self._use), text=text)
 
 
 def _for_text(options: CallOptions) -> SamplingParams:

@@ -68,7 +68,12 @@ class PcrFields(BaseModel):
     stop: list[str] | str | None = Field(default=None, validation_alias=_STOP_NAMES)
     stop_token_ids: list[int] | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choices: list[str] | None = None
+    grammar: str | None = None
 
     timeout: float | None = Field(default=None, gt=0)
     """Seconds to wait for a whole answer, or for the next piece of a stream."""

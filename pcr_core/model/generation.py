@@ -28,7 +28,7 @@ class Generation:
         params = request.params
         self.request = request
         self._runner = runner
-        self._sampler = Sampler(params, request.tokens, end_ids)
+        self._sampler = Sampler(params, request.tokens, end_ids, request.constraint)
         self._text = TextStream(tokenizer, params.stop)
         self._end_ids = {*end_ids, *params.stop_token_ids}
         self._row: Row = runner.open_row(
@@ -110,6 +110,7 @@ class Generation:
             text="".join(self._pieces),
             token_ids=self._tokens,
             logprobs=self._sampler.logprobs,
+            top_logprobs=self._sampler.top_logprobs,
             finish_reason=self._finish,
             usage=Usage(
                 self._usage.prompt_tokens, len(self._tokens), self._usage.cached_by_tier
@@ -145,6 +146,8 @@ class Generation:
         self._emit(self._text.push(token))
         if self._text.stopped:
             self._finish = "stop"
+        elif self._sampler.complete:
+            self._end("stop")
         elif len(self._tokens) >= self.request.params.max_tokens:
             self._end("length")
 

@@ -63,8 +63,9 @@ class ChatPCR(LangChainFields, BaseChatModel):
     end with one chunk that carries usage, metadata and tool calls.
 
     Tools go into the model's chat template; for a template without tools they are
-    described in a system turn. ``tool_choice`` narrows which tools the model is told
-    of; nothing forces a model to call one.
+    described in a system turn. ``tool_choice="required"``, or a tool's name, forces a
+    call: decoding is held to the tools' schemas if the extra ``structured`` is
+    installed; without it the model is only asked.
 
     May be used from any number of threads and event loops at once.
 
@@ -197,8 +198,10 @@ class ChatPCR(LangChainFields, BaseChatModel):
         Args:
             schema: Pydantic class, ``TypedDict`` or JSON schema.
             include_raw: Return ``{"raw", "parsed", "parsing_error"}``.
-            method: ``"function_calling"``, ``"json_schema"`` or ``"json_mode"``. All
-                three ask the model; none constrains decoding, so parse errors happen.
+            method: ``"function_calling"``, ``"json_schema"`` or ``"json_mode"``. With
+                the extra ``structured`` decoding is held to the schema (or, in JSON
+                mode, to a JSON object), so only an answer that ``max_tokens`` cuts
+                short cannot be parsed. Without it the model is only asked.
             strict: Passed into the tool's schema; only for ``"function_calling"``.
             kwargs: Further call options to bind.
 
@@ -214,7 +217,10 @@ class ChatPCR(LangChainFields, BaseChatModel):
         kwargs["ls_structured_output_format"] = traced
         if method == "function_calling":
             calling = self.bind_tools(
-                [schema], tool_choice="any", strict=strict, **kwargs
+                [schema],
+                tool_choice="any",
+                strict=strict,
+                **{"parallel_tool_calls": False, **kwargs},
             )
             return parsed(calling, tool_parser(schema), include_raw=include_raw)
         writing = self.bind(response_format=response_format(schema, method), **kwargs)

@@ -39,6 +39,7 @@ from pcr_integrations.llama_index._responses import (
     chat_response,
     completion_response,
 )
+from pcr_integrations.llama_index._structured import StructuredPrediction
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from pcr_core import Engine
 
 
-class PCRLLM(PcrFields, FunctionCallingLLM):
+class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
     """LLM that reuses the KV cache of prompts seen before.
 
     Args:
@@ -255,6 +256,9 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
         return selected
 
     # --- one undecorated implementation under each endpoint ---
+
+    def _constrains(self) -> bool:
+        return bool(self._open_engine().supports_constraints)
 
     def _max_tokens(self) -> int:
         return SamplingParams(**self._sampling_defaults()).max_tokens

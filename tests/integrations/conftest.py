@@ -74,6 +74,7 @@ class ScriptedEngine:
         answer: Callable[[Any, Any], str] | None = None,
         chat: bool = True,
         tools: bool = True,
+        constraints: bool = False,
         window: int = 10_000,
         stepwise: bool = False,
         max_waiting: int = 1000,
@@ -83,6 +84,7 @@ class ScriptedEngine:
         self.context_window = window
         self.has_chat_template = chat
         self.supports_tools = tools
+        self.supports_constraints = constraints
         self.model_name = self.config.model or "scripted"
         self.closed = False
         self.submitted: list[tuple[Any, SamplingParams, Any]] = []
