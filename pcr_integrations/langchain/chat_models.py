@@ -26,6 +26,8 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pcr_core import PromptTooLongError, RequestError
 from pcr_integrations._bridge import Call
 from pcr_integrations._tools import tell_of_tools, tool_use
+from pcr_integrations.langchain._batches import take_place
+from pcr_integrations.langchain._batching import Batching
 from pcr_integrations.langchain._common import FRAMEWORK_KEYWORDS, LangChainFields
 from pcr_integrations.langchain._messages import to_turns
 from pcr_integrations.langchain._replies import chat_result, last_chunk, text_chunk
@@ -39,7 +41,7 @@ from pcr_integrations.langchain._structured import (
 Tool = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 
 
-class ChatPCR(LangChainFields, BaseChatModel):
+class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
     """Chat model that reuses the KV cache of prompts seen before.
 
     Setup:
@@ -105,7 +107,7 @@ class ChatPCR(LangChainFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        running = self._call(messages, stop, kwargs).start()
+        running = take_place().start(self._call(messages, stop, kwargs))
         result = running.result()
         return chat_result(running.engine, result, running.reader().whole(result.text))
 
@@ -116,7 +118,7 @@ class ChatPCR(LangChainFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        running = await self._call(messages, stop, kwargs).astart()
+        running = await take_place().astart(self._call(messages, stop, kwargs))
         result = await running.aresult()
         return chat_result(running.engine, result, running.reader().whole(result.text))
 
@@ -127,7 +129,7 @@ class ChatPCR(LangChainFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        running = self._call(messages, stop, kwargs).start()
+        running = take_place().start(self._call(messages, stop, kwargs))
         reader = running.reader()
         with closing(running.texts(reader)) as texts:
             for text in texts:
@@ -148,7 +150,7 @@ class ChatPCR(LangChainFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        running = await self._call(messages, stop, kwargs).astart()
+        running = await take_place().astart(self._call(messages, stop, kwargs))
         reader = running.reader()
         async with aclosing(running.atexts(reader)) as texts:
             async for text in texts:
