@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from langchain_core.runnables.config import ContextThreadPoolExecutor
 
 from pcr_integrations._bridge import Batch, Call, Running
+from pcr_integrations.langchain._errors import as_langchain_has_them
 
 T = TypeVar("T")
 
@@ -37,14 +38,21 @@ class Place:
     begun: Callable[[], None] = lambda: None
 
     def start(self, call: Call) -> Running:
-        """Submit a call; where the queue is full, wait for the oldest of the batch."""
-        running = self.batch.start(call)
+        """Submit a call; where the queue is full, wait for the oldest of the batch.
+
+        Raises:
+            PromptOverflowError: Before any compute.
+            PcrError: Whatever else the engine refused it for.
+        """
+        with as_langchain_has_them():
+            running = self.batch.start(call)
         self.begun()
         return running
 
     async def astart(self, call: Call) -> Running:
         """As ``start``, without blocking the loop."""
-        running = await self.batch.astart(call)
+        with as_langchain_has_them():
+            running = await self.batch.astart(call)
         self.begun()
         return running
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForLLMRun,
@@ -25,11 +25,13 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from pcr_core import PromptTooLongError, RequestError
 from pcr_integrations._bridge import Call
+from pcr_integrations._engines import open_engine_for
 from pcr_integrations._tools import tell_of_tools, tool_use
 from pcr_integrations.langchain._batches import take_place
 from pcr_integrations.langchain._batching import Batching
 from pcr_integrations.langchain._common import FRAMEWORK_KEYWORDS, LangChainFields
 from pcr_integrations.langchain._messages import to_turns
+from pcr_integrations.langchain._profiles import profile_of
 from pcr_integrations.langchain._replies import chat_result, last_chunk, text_chunk
 from pcr_integrations.langchain._structured import (
     json_parser,
@@ -37,6 +39,9 @@ from pcr_integrations.langchain._structured import (
     response_format,
     tool_parser,
 )
+
+if TYPE_CHECKING:
+    from pcr_core import Engine
 
 Tool = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 
@@ -90,15 +95,15 @@ class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
         return self._trace_params("chat", stop, kwargs)
 
     def _resolve_model_profile(self) -> ModelProfile | None:
-        if self.engine is None:
-            return None  # not known before the model is loaded
-        return ModelProfile(
-            max_input_tokens=self.engine.context_window,
-            max_output_tokens=self.engine.context_window,
-            text_inputs=True,
-            text_outputs=True,
-            tool_calling=self.engine.supports_tools,
-        )
+        """Known where the engine is open; else filled in when it is built."""
+        engine = open_engine_for(self.engine, self._engine_settings())
+        return None if engine is None else profile_of(engine)
+
+    def _open_engine(self, model: str | None = None) -> Engine:
+        engine = super()._open_engine(model)
+        if self.profile is None and model in (None, self._model_label()):
+            self.profile = profile_of(engine)
+        return engine
 
     def _generate(
         self,

@@ -13,6 +13,7 @@ import pytest
 from pcr_core import (
     CancelledError,
     Completion,
+    Engine,
     EngineConfig,
     PromptTooLongError,
     QueueFullError,
@@ -267,3 +268,17 @@ def scripted_builds(
     monkeypatch.setattr(pcr_core, "Engine", build, raising=False)
     monkeypatch.setattr(_engines, "_ENGINES", _engines.EngineRegistry())
     return built
+
+
+@pytest.fixture(scope="module")
+def real_engine(
+    make_tiny_model: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """One engine for a module's tests, on a tiny random model, in chunks of 16."""
+    folder = tmp_path_factory.mktemp("real-engine")
+    config = EngineConfig(
+        cache_dir=folder, dram_bytes="8MiB", ssd_bytes=0, chunk_tokens=16
+    )
+    model = make_tiny_model("llama")
+    with Engine(config, model=model, tokenizer=tiny_tokenizer) as engine:
+        yield engine
