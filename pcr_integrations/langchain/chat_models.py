@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,6 @@ from langchain_core.language_models import (
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
-from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from pcr_core import PromptTooLongError, RequestError
 from pcr_integrations._bridge import Call
@@ -39,11 +37,10 @@ from pcr_integrations.langchain._structured import (
     response_format,
     tool_parser,
 )
+from pcr_integrations.langchain._tool_specs import Tool, tool_specs
 
 if TYPE_CHECKING:
     from pcr_core import Engine
-
-Tool = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 
 
 class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
@@ -184,8 +181,11 @@ class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
             tool_choice: ``"auto"``, ``"none"``, ``"any"`` or ``"required"``, or a name.
             strict: Passed into the schemas.
             kwargs: Further call options to bind, e.g. ``parallel_tool_calls=False``.
+
+        Raises:
+            RequestError: For a tool that cannot be described to a model.
         """
-        formatted = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        formatted = tool_specs(tools, strict=strict)
         if tool_choice is not None:
             kwargs["tool_choice"] = tool_choice
         return self.bind(tools=formatted, **kwargs)
@@ -239,8 +239,7 @@ class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
         """Return the length of the prompt these messages make, template included."""
         if not messages:
             return 0
-        formatted = [convert_to_openai_tool(tool) for tool in tools or ()]
-        use = tool_use(formatted, choice=None, parallel=True)
+        use = tool_use(tool_specs(tools or ()), choice=None, parallel=True)
         engine = self._open_engine()
         turns, told = tell_of_tools(engine, to_turns(messages), use)
         try:
