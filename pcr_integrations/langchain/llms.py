@@ -14,7 +14,9 @@ from langchain_core.callbacks import (
 from langchain_core.language_models import BaseLLM, LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
+from pcr_core import SamplingParams
 from pcr_integrations._bridge import Call, Running
+from pcr_integrations._options import ALIASES
 from pcr_integrations.langchain._batches import take_place
 from pcr_integrations.langchain._batching import Batching
 from pcr_integrations.langchain._common import FRAMEWORK_KEYWORDS, LangChainFields
@@ -22,6 +24,9 @@ from pcr_integrations.langchain._replies import response_metadata
 
 if TYPE_CHECKING:
     from pcr_core import Engine, Result
+
+
+_CHANGE_ANSWERS = frozenset({"model", *SamplingParams.model_fields})
 
 
 class PCRLLM(Batching[str], LangChainFields, BaseLLM):
@@ -60,6 +65,46 @@ class PCRLLM(Batching[str], LangChainFields, BaseLLM):
         self, stop: list[str] | None = None, **kwargs: Any
     ) -> LangSmithParams:
         return self._trace_params("llm", stop, kwargs)
+
+    def generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        callbacks: Any = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Complete several prompts; all are submitted before one is waited for."""
+        model, rest = self._with_options(kwargs)
+        return super(PCRLLM, model).generate(prompts, stop, callbacks, **rest)
+
+    async def agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        callbacks: Any = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """As ``generate``, without blocking the loop."""
+        model, rest = self._with_options(kwargs)
+        return await super(PCRLLM, model).agenerate(prompts, stop, callbacks, **rest)
+
+    def _with_options(self, kwargs: dict[str, Any]) -> tuple[PCRLLM, dict[str, Any]]:
+        """Make call options settings of a copy, and return what is none of them.
+
+        LangChain caches the answers of text models by the model's settings and the
+        stop list only: an answer for another ``seed=`` would be taken for this one.
+        """
+        names = {name: ALIASES.get(name, name) for name in kwargs}
+        changed = {
+            names[name]: value
+            for name, value in kwargs.items()
+            if names[name] in _CHANGE_ANSWERS and value is not None
+        }
+        twice = len(set(names.values())) < len(names)
+        if not changed or twice:  # ``twice`` is checked, and refused, further down
+            return self, kwargs
+        rest = {k: v for k, v in kwargs.items() if names[k] not in changed}
+        return self.model_copy(update=changed), rest
 
     def _generate(
         self,
