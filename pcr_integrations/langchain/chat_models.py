@@ -63,6 +63,31 @@ class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
         >>> answer.usage_metadata["input_token_details"]            # doctest: +SKIP
         {'cache_read': 0, 'cache_creation': 37}
 
+    Stream:
+        >>> for chunk in llm.stream("What is a KV cache?"):         # doctest: +SKIP
+        ...     print(chunk.text, end="")
+
+    Batch:
+        >>> questions = ["What is a KV cache?", "And a prefix?"]    # doctest: +SKIP
+        >>> answers = llm.batch(questions)                          # doctest: +SKIP
+
+    All prompts of a batch are in the engine's queue, in order, before one is waited
+    for; each is an ``invoke``, with its own callbacks. ``max_concurrency`` limits how
+    many are under way. The first failure cancels the rest, unless
+    ``return_exceptions``. ``ainvoke``, ``astream`` and ``abatch`` leave the loop free.
+
+    Tools:
+        >>> def add(a: int, b: int) -> int:                         # doctest: +SKIP
+        ...     "Add two integers."
+        ...     return a + b
+        >>> llm.bind_tools([add]).invoke("1 + 2?").tool_calls       # doctest: +SKIP
+
+    Structured output:
+        >>> schema = {"title": "City", "type": "object",            # doctest: +SKIP
+        ...           "properties": {"name": {"type": "string"}}}
+        >>> city = llm.with_structured_output(schema, include_raw=True)  # doctest: +SKIP
+        >>> city.invoke("Where is the Louvre?")["parsed"]           # doctest: +SKIP
+
     ``response_metadata["pcr"]`` has reuse by tier and the time to first token. Streams
     end with one chunk that carries usage, metadata and tool calls.
 
@@ -72,9 +97,12 @@ class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
 
     May be used from any number of threads and event loops at once.
 
+    ``profile`` is filled as soon as the engine is open.
+
     Raises:
         ConfigError: For an unknown or bad setting, at construction.
         RequestError: For an unknown call option, or content that is not text.
+        PromptTooLongError: Before any compute; it is a ``ContextOverflowError``, too.
     """
 
     @property

@@ -277,7 +277,11 @@ def real_engine(
     """One engine for a module's tests, on a tiny random model, in chunks of 16."""
     folder = tmp_path_factory.mktemp("real-engine")
     config = EngineConfig(
-        cache_dir=folder, dram_bytes="8MiB", ssd_bytes=0, chunk_tokens=16
+        cache_dir=folder,
+        dram_bytes="8MiB",
+        ssd_bytes=0,
+        chunk_tokens=16,
+        overlap="none",  # what "auto" would measure takes seconds
     )
     model = make_tiny_model("llama")
     with Engine(config, model=model, tokenizer=tiny_tokenizer) as engine:

@@ -1,15 +1,18 @@
-"""``ChatPCR`` and ``PCRLLM`` on a real engine: counts, stops, reuse, threads."""
+"""LangChain models on a real engine: counts, stops, reuse, threads, the suite."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
+from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import (
     AIMessage,
     HumanMessage,
@@ -19,9 +22,11 @@ from langchain_core.messages import (
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_tests.integration_tests import ChatModelIntegrationTests
 
-from pcr_core import Engine
+from pcr_core import Engine, EngineConfig
 from pcr_integrations.langchain import PCRLLM, ChatPCR
+from tests.integrations.asking import ask_twice
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -246,3 +251,72 @@ def test_batches_of_six_threads_are_as_one(chat: ChatPCR) -> None:
     for thread in threads:
         thread.join()
     assert answers == [alone] * 6
+
+
+# --- the suite ---
+
+
+class OnARealModel(ChatModelIntegrationTests):
+    """Everything that does not ask the model to be clever.
+
+    Skipped, because a model of this size does not call tools or write the JSON it is
+    told to: all tests of tools, agents, structured output and JSON mode
+    (``test_langchain_suite`` runs them). Skipped, because an engine given by hand has
+    its model: ``..._with_model_override``. Skipped as there: images, PDF, audio,
+    recordings; and ``test_anthropic_inputs``, which binds a tool.
+    """
+
+    engine: Engine
+
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatPCR
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"engine": self.engine, "max_tokens": 8, "timeout": None}
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+    @property
+    def has_structured_output(self) -> bool:
+        return False
+
+    @property
+    def supports_model_override(self) -> bool:
+        return False
+
+    @property
+    def supported_usage_metadata_details(self) -> dict[Any, Any]:
+        details = ["cache_read_input", "cache_creation_input"]
+        return {"invoke": details, "stream": details}
+
+    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
+        return ask_twice(ChatPCR(engine=self.engine, max_tokens=2), stream=stream)
+
+    def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
+        return ask_twice(ChatPCR(engine=self.engine, max_tokens=2), stream=stream)
+
+
+class TestOnATinyModel(OnARealModel):
+    """A random one: its answers are noise, its counts, streams and events are not."""
+
+    @pytest.fixture(autouse=True)
+    def _engine(self, real_engine: Engine) -> None:
+        self.engine = real_engine
+
+
+@pytest.mark.slow
+class TestOnSmolLM2(OnARealModel):
+    """A trained one, with a chat template of its own."""
+
+    @pytest.fixture(autouse=True, scope="class")
+    def _engine(
+        self, request: Any, smollm2_dir: Path, tmp_path_factory: Any
+    ) -> Iterator[None]:
+        folder = tmp_path_factory.mktemp("smollm2")
+        config = EngineConfig(model=str(smollm2_dir), cache_dir=folder, ssd_bytes=0)
+        with Engine(config) as request.cls.engine:
+            yield

@@ -1,10 +1,9 @@
-"""LangChain's integration suite: scripted, on a tiny model, and on a trained one."""
+"""LangChain's integration suite, with an engine that calls tools as it is told."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,11 +11,10 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
-from pcr_core import Engine, EngineConfig
+from pcr_core import EngineConfig
 from pcr_integrations import _engines
 from pcr_integrations.langchain import ChatPCR
-
-QUESTION = "What is it that a question must be, if it is to fill a chunk or two of KV?"
+from tests.integrations.asking import ask_twice
 
 
 def obedient(turns: Any, tools: Any) -> str:
@@ -95,77 +93,3 @@ class TestChatPCRIntegration(ChatModelIntegrationTests):
 
     def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
         return ask_twice(ChatPCR(**self.chat_model_params), stream=stream)
-
-
-def ask_twice(model: BaseChatModel, *, stream: bool) -> AIMessage:
-    model.invoke(QUESTION)
-    if stream:
-        *_, last = model.stream(QUESTION)
-        return last
-    return model.invoke(QUESTION)
-
-
-class OnARealModel(ChatModelIntegrationTests):
-    """Everything that does not ask the model to be clever.
-
-    Skipped, because a model of this size does not call tools or write the JSON it is
-    told to (the class above runs them): all tests of tools, agents, structured output
-    and JSON mode. Skipped, because an engine given by hand has its model:
-    ``..._with_model_override``. Skipped as above: images, PDF, audio, recordings; and
-    ``test_anthropic_inputs``, which binds a tool.
-    """
-
-    engine: Engine
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatPCR
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {"engine": self.engine, "max_tokens": 8, "timeout": None}
-
-    @property
-    def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
-        return False
-
-    @property
-    def supports_model_override(self) -> bool:
-        return False
-
-    @property
-    def supported_usage_metadata_details(self) -> dict[Any, Any]:
-        details = ["cache_read_input", "cache_creation_input"]
-        return {"invoke": details, "stream": details}
-
-    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        return ask_twice(ChatPCR(engine=self.engine, max_tokens=2), stream=stream)
-
-    def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
-        return ask_twice(ChatPCR(engine=self.engine, max_tokens=2), stream=stream)
-
-
-class TestOnATinyModel(OnARealModel):
-    """A random one: its answers are noise, its counts, streams and events are not."""
-
-    @pytest.fixture(autouse=True)
-    def _engine(self, real_engine: Engine) -> None:
-        self.engine = real_engine
-
-
-@pytest.mark.slow
-class TestOnSmolLM2(OnARealModel):
-    """A trained one, with a chat template of its own."""
-
-    @pytest.fixture(autouse=True, scope="class")
-    def _engine(
-        self, request: Any, smollm2_dir: Path, tmp_path_factory: Any
-    ) -> Iterator[None]:
-        folder = tmp_path_factory.mktemp("smollm2")
-        config = EngineConfig(model=str(smollm2_dir), cache_dir=folder, ssd_bytes=0)
-        with Engine(config) as request.cls.engine:
-            yield
