@@ -85,8 +85,9 @@ class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
     Structured output:
         >>> schema = {"title": "City", "type": "object",            # doctest: +SKIP
         ...           "properties": {"name": {"type": "string"}}}
-        >>> city = llm.with_structured_output(schema, include_raw=True)  # doctest: +SKIP
-        >>> city.invoke("Where is the Louvre?")["parsed"]           # doctest: +SKIP
+        >>> city = llm.with_structured_output(schema)               # doctest: +SKIP
+        >>> city.invoke("Where is the Louvre?")                     # doctest: +SKIP
+        {'name': 'Paris'}
 
     ``response_metadata["pcr"]`` has reuse by tier and the time to first token. Streams
     end with one chunk that carries usage, metadata and tool calls.

@@ -6,14 +6,13 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pcr_core import (
     CancelledError,
     Completion,
-    Engine,
     EngineConfig,
     PromptTooLongError,
     QueueFullError,
@@ -22,6 +21,9 @@ from pcr_core import (
     Timing,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from pcr_core import Engine
 
 Reply = str | BaseException | Callable[[str], str]
 
@@ -275,6 +277,8 @@ def real_engine(
     make_tiny_model: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     """One engine for a module's tests, on a tiny random model, in chunks of 16."""
+    from pcr_core import Engine
+
     folder = tmp_path_factory.mktemp("real-engine")
     config = EngineConfig(
         cache_dir=folder,
