@@ -20,6 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pcr_core import QueueFullError, RequestError
@@ -76,13 +77,7 @@ class Call:
 
     async def astart(self) -> Running:
         """Submit it from a thread; a task cancelled meanwhile leaves nothing behind."""
-        batch = Batch()
-        try:
-            await asyncio.to_thread(lambda: batch.add(self.start()))
-        except BaseException:
-            batch.cancel()
-            raise
-        return batch.started[0]
+        return await _from_thread(self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +293,20 @@ class Batch:
             for running in self.started:
                 running.release()
 
+    def start(self, call: Call) -> Running:
+        """As ``call.start()``, but where the queue is full it waits for room.
+
+        It waits for the oldest call of this batch, so it raises ``QueueFullError`` only
+        where the queue is full of somebody else's requests.
+        """
+        running = self._with_patience(call.start)
+        self.add(running)
+        return running
+
+    async def astart(self, call: Call) -> Running:
+        """As ``start``, from a thread; a task cancelled meanwhile leaves nothing."""
+        return await _from_thread(partial(self.start, call))
+
     def submit_all(
         self,
         open_engine: Callable[[], Engine],
@@ -306,16 +315,11 @@ class Batch:
     ) -> None:
         """Submit every prompt before any is waited for: the queue sees them all.
 
-        Only where the engine's queue is full, the oldest of this batch is waited for.
-
         Raises:
             PcrError: The first failure to submit; ``cancel()`` is the caller's duty.
         """
-        params = _for_text(options)
-        engine = open_engine()
         for prompt in prompts:
-            completion = self._submit(engine, prompt, params)
-            self.add(Running(engine, completion, options))
+            self.start(Call(open_engine, partial(_as_it_is, prompt), options))
 
     async def asubmit_all(
         self,
@@ -330,14 +334,27 @@ class Batch:
             self.cancel()
             raise
 
-    def _submit(
-        self, engine: Engine, prompt: str, params: SamplingParams
-    ) -> Completion:
+    def _with_patience(self, start: Callable[[], Running]) -> Running:
         while True:
             try:
-                return engine.submit(prompt, params)
+                return start()
             except QueueFullError:
                 oldest = next((r for r in self.started if not r.completion.done), None)
                 if oldest is None:
-                    raise  # the queue is full of somebody else's requests
+                    raise
                 oldest.wait()
+
+
+async def _from_thread(start: Callable[[], Running]) -> Running:
+    """Start a call in a thread; if the task is cancelled meanwhile, so is the call."""
+    one = Batch()
+    try:
+        await asyncio.to_thread(lambda: one.add(start()))
+    except BaseException:
+        one.cancel()
+        raise
+    return one.started[0]
+
+
+def _as_it_is(prompt: str, _: Engine) -> str:
+    return prompt

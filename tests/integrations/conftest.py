@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,6 +21,9 @@ from pcr_core import (
     Timing,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from pcr_core import Engine
 
 Reply = str | BaseException | Callable[[str], str]
 
@@ -269,3 +272,23 @@ def scripted_builds(
     monkeypatch.setattr(pcr_core, "Engine", build, raising=False)
     monkeypatch.setattr(_engines, "_ENGINES", _engines.EngineRegistry())
     return built
+
+
+@pytest.fixture(scope="module")
+def real_engine(
+    make_tiny_model: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """One engine for a module's tests, on a tiny random model, in chunks of 16."""
+    from pcr_core import Engine
+
+    folder = tmp_path_factory.mktemp("real-engine")
+    config = EngineConfig(
+        cache_dir=folder,
+        dram_bytes="8MiB",
+        ssd_bytes=0,
+        chunk_tokens=16,
+        overlap="none",  # what "auto" would measure takes seconds
+    )
+    model = make_tiny_model("llama")
+    with Engine(config, model=model, tokenizer=tiny_tokenizer) as engine:
+        yield engine
