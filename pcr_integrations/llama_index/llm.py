@@ -39,6 +39,7 @@ from pcr_integrations.llama_index._responses import (
     chat_response,
     completion_response,
 )
+from pcr_integrations.llama_index._turnstile import astart, start
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
@@ -131,7 +132,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a chat."""
-        running = self._chat_call(messages, kwargs).start()
+        running = start(self._chat_call(messages, kwargs))
         result = running.result()
         reply = running.reader().whole(result.text)
         return chat_response(running.engine, result, reply)
@@ -141,7 +142,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponse:
         """As ``chat``, without blocking the loop."""
-        running = await self._chat_call(messages, kwargs).astart()
+        running = await astart(self._chat_call(messages, kwargs))
         result = await running.aresult()
         reply = running.reader().whole(result.text)
         return chat_response(running.engine, result, reply)
@@ -175,7 +176,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
             formatted: says that it is already what the model should see.
             kwargs: Call options.
         """
-        running = self._text_call(prompt, formatted, kwargs).start()
+        running = start(self._text_call(prompt, formatted, kwargs))
         return completion_response(running.engine, running.result())
 
     @llm_completion_callback()
@@ -183,7 +184,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """As ``complete``, without blocking the loop."""
-        running = await self._text_call(prompt, formatted, kwargs).astart()
+        running = await astart(self._text_call(prompt, formatted, kwargs))
         return completion_response(running.engine, await running.aresult())
 
     def stream_complete(
@@ -293,7 +294,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
         return engine.has_chat_template if given is None else given
 
     def _chat_stream(self, call: Call) -> Generator[ChatResponse, None, None]:
-        running = call.start()
+        running = start(call)
         reader, said = running.reader(), ""
         with closing(running.texts(reader)) as texts:
             for text in texts:
@@ -302,7 +303,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
         yield self._chat_end(running, reader.finish(), said)
 
     async def _chat_astream(self, call: Call) -> AsyncGenerator[ChatResponse, None]:
-        running = await call.astart()
+        running = await astart(call)
         reader, said = running.reader(), ""
         async with aclosing(running.atexts(reader)) as texts:
             async for text in texts:
@@ -315,7 +316,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
         return chat_response(running.engine, result, end, said=said, delta=end.text)
 
     def _text_stream(self, call: Call) -> Generator[CompletionResponse, None, None]:
-        running, said = call.start(), ""
+        running, said = start(call), ""
         with closing(running.pieces()) as pieces:
             for piece in pieces:
                 said += piece
@@ -326,7 +327,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
     async def _text_astream(
         self, call: Call
     ) -> AsyncGenerator[CompletionResponse, None]:
-        running, said = await call.astart(), ""
+        running, said = await astart(call), ""
         async with aclosing(running.apieces()) as pieces:
             async for piece in pieces:
                 said += piece
