@@ -9,15 +9,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llama_index.core import instrumentation
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.base.response.schema import (
     AsyncStreamingResponse,
     StreamingResponse,
 )
 from llama_index.core.callbacks.schema import CBEventType, EventPayload
-from llama_index.core.instrumentation import (
-    get_dispatcher,  # type: ignore[attr-defined]  # the documented place, not exported
-)
 from llama_index.core.instrumentation.events.query import (
     QueryEndEvent,
     QueryStartEvent,
@@ -30,7 +28,8 @@ from pcr_core import RequestError
 from pcr_integrations.llama_index._turnstile import Turnstile, one_turnstile
 
 _log = logging.getLogger("pcr_integrations.llama_index")
-_dispatcher = get_dispatcher(__name__)
+# Documented, but not exported in the sense of type checkers.
+_dispatcher = instrumentation.get_dispatcher(__name__)  # type: ignore[attr-defined]
 
 Ask = Callable[[QueryBundle], Coroutine[Any, Any, Any]]
 Nodes = list[NodeWithScore]

@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,7 +102,7 @@ class InThread:
 
 
 @pytest.fixture
-def arrivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, int], None]]:
+def arrivals(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, int], None]:
     """Waits until a scripted engine has so many requests."""
     from pcr_core import Completion
 
@@ -120,7 +120,7 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, int], N
         with arrived:
             assert arrived.wait_for(lambda: len(engine.submitted) >= count, PATIENCE)
 
-    yield wait
+    return wait
 
 
 # --- the point of it ---
