@@ -15,7 +15,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
-from pcr_core import Engine, EngineConfig, PromptTooLongError, Result
+from pcr_core import Engine, EngineConfig, PromptTooLongError
 from pcr_integrations.llama_index import PCRLLM, abatch_query, batch_query
 
 pytestmark = pytest.mark.timeout(120)
@@ -38,6 +38,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[E
         dram_bytes="32MiB",
         ssd_bytes=0,
         chunk_tokens=16,
+        overlap="none",  # saves the probe of the start
+        threads=1,
     )
     with Engine(config, model=make("llama"), tokenizer=tokenizer) as opened:
         yield opened
@@ -45,7 +47,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[E
 
 @pytest.fixture
 def llm(engine: Engine) -> PCRLLM:
-    return PCRLLM(engine=engine, max_tokens=8)
+    return PCRLLM(engine=engine, max_tokens=5)
 
 
 async def drain(stream: Any) -> list[Any]:
@@ -120,10 +122,10 @@ def test_reuse_changes_no_answer_and_is_reported(llm: PCRLLM) -> None:
 def test_a_stop_string_across_tokens(llm: PCRLLM) -> None:
     """One token is one byte here, so a stop of three letters crosses three."""
     only = {ord(letter): 100.0 for letter in "ab"}
-    whole = llm.complete("Hi", max_tokens=40, logit_bias=only).text
+    whole = llm.complete("Hi", max_tokens=20, logit_bias=only).text
     stop = whole[5:8]
     expected = whole[: whole.index(stop)]
-    options: dict[str, Any] = {"max_tokens": 40, "logit_bias": only, "stop": [stop]}
+    options: dict[str, Any] = {"max_tokens": 20, "logit_bias": only, "stop": [stop]}
     assert llm.complete("Hi", **options).text == expected
     pieces = list(llm.stream_complete("Hi", **options))
     assert pieces[-1].text == expected
@@ -145,7 +147,7 @@ def test_a_prompt_beyond_the_window_costs_nothing(engine: Engine, llm: PCRLLM) -
 
 
 def test_threads_and_loops_at_once_answer_as_one_by_one(llm: PCRLLM) -> None:
-    prompts = [f"{DOCUMENT} {number}" for number in range(6)]
+    prompts = [f"{DOCUMENT} {number}" for number in range(3)]
     expected = [llm.complete(prompt).text for prompt in prompts]
     found: dict[str, list[str]] = {}
 
@@ -205,7 +207,7 @@ def questions_engine(llm: PCRLLM) -> RetrieverQueryEngine:
 
 def test_a_batch_answers_as_one_by_one(llm: PCRLLM) -> None:
     query_engine = questions_engine(llm)
-    questions = [f"Which of {number}?" for number in range(5)]
+    questions = [f"Which of {number}?" for number in range(3)]
     alone = [str(query_engine.query(question)) for question in questions]
     together = batch_query(query_engine, questions, show_progress=False)
     awaited = asyncio.run(abatch_query(query_engine, questions, show_progress=False))
@@ -226,14 +228,10 @@ def test_a_batch_shows_what_it_reused(
 def test_a_batch_larger_than_the_queue(
     tiny_llama: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
-    config = EngineConfig(cache_dir=tmp_path, ssd_bytes=0, max_queue=2)
+    config = EngineConfig(
+        cache_dir=tmp_path, ssd_bytes=0, max_queue=2, overlap="none", threads=1
+    )
     with Engine(config, model=tiny_llama, tokenizer=tiny_tokenizer) as engine:
         llm = PCRLLM(engine=engine, max_tokens=2)
-        answers = batch_query(questions_engine(llm), [str(n) for n in range(9)])
-    assert len(answers) == 9
-
-
-def test_results_hold_no_tensor(llm: PCRLLM) -> None:
-    response = llm.chat(HELLO, logprobs=True)
-    json.dumps(response.raw)
-    assert not isinstance(response.raw, Result)
+        answers = batch_query(questions_engine(llm), [str(n) for n in range(6)])
+    assert len(answers) == 6
