@@ -467,6 +467,21 @@ def test_the_system_prompt(make_engine: MakeEngine) -> None:
     assert direct == [{"role": "user", "content": "Hello"}]
 
 
+# --- a call that is wanted ---
+
+
+def test_a_required_tool_is_asked_for(make_engine: MakeEngine) -> None:
+    engine = make_engine(reply='{"a": 1, "b": 2}', tools=False)
+    llm = PCRLLM(engine=engine)
+    required = llm.chat_with_tools([ADD], ASK, tool_required=True)
+    llm.chat_with_tools([ADD], ASK)
+    asked, offered = (engine.render(prompt) for prompt, *_ in engine.submitted)
+    assert "You must call a function" in asked
+    assert "You must call a function" not in offered
+    (call,) = llm.get_tool_calls_from_response(required)  # bare arguments will do
+    assert call.tool_kwargs == {"a": 1, "b": 2}
+
+
 # --- calls in the history ---
 
 RECORD = {
