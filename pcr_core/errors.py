@@ -7,7 +7,7 @@
     │   └── DeviceMemoryError         a request needs more memory than there is
     ├── StoreError                    the cache folder cannot be opened or audited
     ├── TraceError (ValueError)       a recorded trace cannot be read
-    ├── RequestError (ValueError)     this one request cannot be served
+    ├── RequestError                  this one request cannot be served
     │   ├── PromptTooLongError        longer than the context window
     │   ├── QueueFullError            too many requests are waiting
     │   └── CancelledError            somebody called ``cancel()``
@@ -48,8 +48,12 @@ class TraceError(PcrError, ValueError):
     """A recorded trace cannot be read; the message names the file and the line."""
 
 
-class RequestError(PcrError, ValueError):
-    """One request is wrong; the engine goes on serving others."""
+class RequestError(PcrError):
+    """One request is wrong; the engine goes on serving others.
+
+    Not a ``ValueError``: frameworks take one from a model for an answer that could not
+    be parsed, and go on without the answer.
+    """
 
 
 class PromptTooLongError(RequestError):

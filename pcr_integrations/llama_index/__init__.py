@@ -11,6 +11,7 @@ from __future__ import annotations
 from pcr_integrations._extras import needs_extra
 
 with needs_extra("llama-index", package="llama_index"):
+    from pcr_integrations.llama_index.batch import abatch_query, batch_query
     from pcr_integrations.llama_index.llm import PCRLLM
 
-__all__ = ["PCRLLM"]
+__all__ = ["PCRLLM", "abatch_query", "batch_query"]

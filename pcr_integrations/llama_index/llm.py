@@ -40,6 +40,7 @@ from pcr_integrations.llama_index._responses import (
     completion_response,
 )
 from pcr_integrations.llama_index._structured import StructuredPrediction
+from pcr_integrations.llama_index._turnstile import astart, start
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
@@ -132,7 +133,7 @@ class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a chat."""
-        running = self._chat_call(messages, kwargs).start()
+        running = start(self._chat_call(messages, kwargs))
         result = running.result()
         reply = running.reader().whole(result.text)
         return chat_response(running.engine, result, reply)
@@ -142,7 +143,7 @@ class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponse:
         """As ``chat``, without blocking the loop."""
-        running = await self._chat_call(messages, kwargs).astart()
+        running = await astart(self._chat_call(messages, kwargs))
         result = await running.aresult()
         reply = running.reader().whole(result.text)
         return chat_response(running.engine, result, reply)
@@ -176,7 +177,7 @@ class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
             formatted: says that it is already what the model should see.
             kwargs: Call options.
         """
-        running = self._text_call(prompt, formatted, kwargs).start()
+        running = start(self._text_call(prompt, formatted, kwargs))
         return completion_response(running.engine, running.result())
 
     @llm_completion_callback()
@@ -184,7 +185,7 @@ class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """As ``complete``, without blocking the loop."""
-        running = await self._text_call(prompt, formatted, kwargs).astart()
+        running = await astart(self._text_call(prompt, formatted, kwargs))
         return completion_response(running.engine, await running.aresult())
 
     def stream_complete(
@@ -297,7 +298,7 @@ class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
         return engine.has_chat_template if given is None else given
 
     def _chat_stream(self, call: Call) -> Generator[ChatResponse, None, None]:
-        running = call.start()
+        running = start(call)
         reader, said = running.reader(), ""
         with closing(running.texts(reader)) as texts:
             for text in texts:
@@ -306,7 +307,7 @@ class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
         yield self._chat_end(running, reader.finish(), said)
 
     async def _chat_astream(self, call: Call) -> AsyncGenerator[ChatResponse, None]:
-        running = await call.astart()
+        running = await astart(call)
         reader, said = running.reader(), ""
         async with aclosing(running.atexts(reader)) as texts:
             async for text in texts:
@@ -319,7 +320,7 @@ class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
         return chat_response(running.engine, result, end, said=said, delta=end.text)
 
     def _text_stream(self, call: Call) -> Generator[CompletionResponse, None, None]:
-        running, said = call.start(), ""
+        running, said = start(call), ""
         with closing(running.pieces()) as pieces:
             for piece in pieces:
                 said += piece
@@ -330,7 +331,7 @@ class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
     async def _text_astream(
         self, call: Call
     ) -> AsyncGenerator[CompletionResponse, None]:
-        running, said = await call.astart(), ""
+        running, said = await astart(call), ""
         async with aclosing(running.apieces()) as pieces:
             async for piece in pieces:
                 said += piece

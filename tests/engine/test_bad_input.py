@@ -311,4 +311,5 @@ def test_every_error_is_ours() -> None:
     for error in (ConfigError, RequestError, StoreError, PromptTooLongError):
         assert issubclass(error, PcrError)
     assert issubclass(ConfigError, ValueError)
-    assert issubclass(RequestError, ValueError)
+    # LlamaIndex' query engines make "Empty Response" of a model's ValueError.
+    assert not issubclass(RequestError, ValueError)
