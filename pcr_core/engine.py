@@ -115,8 +115,9 @@ class Engine:
                 them and ``forget`` can remove them. They change nothing else.
 
         Raises:
-            RequestError: If the prompt is empty or of a wrong type, a document is not
-                in it, or ``params`` name a token that the model does not have.
+            RequestError: If the prompt is empty or of a wrong type, or ``params`` name
+                a token that the model does not have.
+            DocumentNotFoundError: If documents are not in it; nothing was enqueued.
             PromptTooLongError: Before any compute.
             QueueFullError: If ``max_queue`` requests are waiting.
             EngineClosedError: If the engine is closed, or after ``fork``.

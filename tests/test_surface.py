@@ -16,6 +16,7 @@ NAMES = {
     "ConfigError",
     "Decisions",
     "Document",
+    "DocumentNotFoundError",
     "Engine",
     "EngineClosedError",
     "EngineConfig",
