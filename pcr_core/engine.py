@@ -242,6 +242,25 @@ class Engine:
         lookup = self._on_engine_thread(lambda: self._loop.lookup(request))
         return explain(lookup, self._decode)
 
+    def cached_tokens(
+        self, prompts: Sequence[Prompt], *, tools: Tools | None = None
+    ) -> list[int]:
+        """Say how many leading tokens of each prompt are on the device or stored.
+
+        Runs nothing and changes nothing. Much cheaper than ``explain``: to compare
+        several ways to write a prompt. Waits for the current step to end.
+
+        Args:
+            prompts: Each as for ``submit``.
+            tools: Tool schemas for the chat template.
+
+        Raises:
+            RequestError: As for ``submit``; ``PromptTooLongError`` is one.
+        """
+        self._check_process()
+        requests = [self._request(prompt, tools) for prompt in prompts]
+        return self._on_engine_thread(lambda: list(map(self._loop.cached, requests)))
+
     def forget(self, document: str) -> ForgetReceipt:
         """Remove every chunk that contains or follows a document, from every tier.
 

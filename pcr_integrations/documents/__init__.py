@@ -10,10 +10,26 @@ for it in every prompt.
 
 from __future__ import annotations
 
+from pcr_integrations.documents._question_first import ReuseWarning
 from pcr_integrations.documents._registry import (
     DocumentRegistry,
     DocumentStats,
     registry,
 )
+from pcr_integrations.documents._source import (
+    DocumentSource,
+    Handover,
+    Item,
+    RetrieverStats,
+)
 
-__all__ = ["DocumentRegistry", "DocumentStats", "registry"]
+__all__ = [
+    "DocumentRegistry",
+    "DocumentSource",
+    "DocumentStats",
+    "Handover",
+    "Item",
+    "RetrieverStats",
+    "ReuseWarning",
+    "registry",
+]

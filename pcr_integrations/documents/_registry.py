@@ -45,11 +45,6 @@ class Entry:
     source: ReferenceType[DocumentSource] | None = None
 
     @property
-    def documents(self) -> list[Document]:
-        """The text under each of its ids."""
-        return [Document(id=id, text=self.text) for id in self.ids]
-
-    @property
     def nbytes(self) -> int:
         """Memory it takes, about."""
         return sys.getsizeof(self.text) + _ENTRY_BYTES
@@ -62,13 +57,17 @@ class Place:
     Attributes:
         part: Index of the string.
         start, stop: Its characters there; ``None`` if it stands there escaped.
-        entry: The text.
+        text: The text, without the white space around it.
+        documents: The text under each of its ids.
+        source: Who handed it over last.
     """
 
     part: int
     start: int | None
     stop: int | None
-    entry: Entry
+    text: str
+    documents: tuple[Document, ...]
+    source: ReferenceType[DocumentSource] | None = field(compare=False, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +236,10 @@ class DocumentRegistry:
 
     def _in(self, part: int, string: str) -> list[Place]:
         places = [
-            Place(part, match.start, match.stop, self._touched(match.text))
+            self._place(part, match.start, match.stop, match.text)
             for match in self._index.find(string)
         ]
-        known = {place.entry.text for place in places}
+        known = {place.text for place in places}
         for _ in range(_ESCAPED_TWICE):
             if "\\" not in string:
                 break
@@ -248,12 +247,16 @@ class DocumentRegistry:
             for match in self._index.find(string):
                 if match.text not in known:
                     known.add(match.text)
-                    places.append(Place(part, None, None, self._touched(match.text)))
+                    places.append(self._place(part, None, None, match.text))
         return places
 
-    def _touched(self, text: str) -> Entry:
+    def _place(
+        self, part: int, start: int | None, stop: int | None, text: str
+    ) -> Place:
         self._entries.move_to_end(text)
-        return self._entries[text]
+        entry = self._entries[text]
+        named = tuple(Document(id=id, text=text) for id in entry.ids)
+        return Place(part, start, stop, text, named, entry.source)
 
 
 _REGISTRY = DocumentRegistry()

@@ -21,7 +21,7 @@ def found(registry: DocumentRegistry, *parts: str) -> set[tuple[str, str]]:
     return {
         (document.id, document.text)
         for place in registry.find(parts)
-        for document in place.entry.documents
+        for document in place.documents
     }
 
 
@@ -30,7 +30,7 @@ def test_texts_are_found_where_they_stand() -> None:
     registry.add([Document("f", f"  {FERRY}\n"), Document("t", TIDES)])
     first, second, third = registry.find(["no", f"a {TIDES}{FERRY}", FERRY])
     assert (first.part, first.start, first.stop) == (1, 2, 2 + len(TIDES))
-    assert (second.entry.text, third.part) == (FERRY, 2)
+    assert (second.text, third.part) == (FERRY, 2)
     assert FERRY in registry
     assert f"{FERRY} " in registry
     assert "no" not in registry
@@ -45,10 +45,8 @@ def test_texts_are_found_inside_json(times: int, ascii_only: bool) -> None:
     for _ in range(times):
         content = json.dumps({"result": content}, ensure_ascii=ascii_only)
     (place,) = registry.find([content])
-    assert place == Place(0, None, None, place.entry)
-    assert place.entry.text == TIDES
-    (printed,) = registry.find([repr([TIDES])])
-    assert printed.entry is place.entry
+    assert place == Place(0, None, None, TIDES, (Document("t", TIDES),))
+    assert registry.find([repr([TIDES])]) == [place]
 
 
 def test_a_text_with_backslashes_of_its_own() -> None:
@@ -125,7 +123,7 @@ def test_threads_add_and_search_at_once() -> None:
                 text = f"Text {number} of thread {name}, with some words behind it."
                 registry.add([Document("d", text)])
                 for place in registry.find([f"{text}\n{FERRY}"]):
-                    assert place.entry.text in (text, FERRY)
+                    assert place.text in (text, FERRY)
         except BaseException as error:
             errors.append(error)
 
