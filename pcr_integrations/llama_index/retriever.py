@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle
@@ -97,4 +98,5 @@ class PCRRetriever(BaseRetriever):
 
 def _has_own(retriever: BaseRetriever, method: str) -> bool:
     """Whether a retriever replaces what ``BaseRetriever`` does around a retrieval."""
-    return getattr(type(retriever), method) is not getattr(BaseRetriever, method)
+    own = inspect.getattr_static(type(retriever), method)
+    return own is not inspect.getattr_static(BaseRetriever, method)
