@@ -34,6 +34,7 @@ from pcr_integrations._tool_calls import (
     parse_reply,
 )
 from pcr_integrations._tools import ChatTurn, ask_for_format, tell_of_tools
+from pcr_integrations.documents._submit import submit
 
 if TYPE_CHECKING:
     from pcr_core import Completion, Engine, Result, SamplingParams
@@ -63,12 +64,12 @@ class Call:
         engine, options = self.open_engine(), self.options
         prompt = self.render(engine)
         if isinstance(prompt, str):
-            completion = engine.submit(prompt, _for_text(options))
+            completion = submit(engine, prompt, _for_text(options))
             return Running(engine, completion, options)
         asked = ask_for_format(prompt, options.response_format)
         turns, tools = tell_of_tools(engine, asked, options.tools)
         params = constrained(engine, options)
-        completion = engine.submit(turns, params, tools=tools)
+        completion = submit(engine, turns, params, tools)
 
         def parse() -> ParsedReply | None:
             return template_reply(engine, completion.result().token_ids, turns, tools)
