@@ -28,8 +28,6 @@ from pcr_core import Engine, EngineConfig
 from pcr_integrations.langchain import PCRLLM, ChatPCR
 from tests.integrations.asking import ask_twice
 
-pytestmark = pytest.mark.timeout(120)
-
 SEINE = "The Seine flows through Paris and the Thames through London. " * 2
 AARE = "Bern lies on the Aare and Rome on the Tiber, as everybody knows. " * 2
 HISTORY = [
