@@ -20,7 +20,6 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pcr_core import QueueFullError, RequestError
@@ -306,34 +305,7 @@ class Batch:
 
     async def astart(self, call: Call) -> Running:
         """As ``start``, from a thread; a task cancelled meanwhile leaves nothing."""
-        return await _from_thread(partial(self.start, call))
-
-    def submit_all(
-        self,
-        open_engine: Callable[[], Engine],
-        prompts: Sequence[str],
-        options: CallOptions,
-    ) -> None:
-        """Submit every prompt before any is waited for: the queue sees them all.
-
-        Raises:
-            PcrError: The first failure to submit; ``cancel()`` is the caller's duty.
-        """
-        for prompt in prompts:
-            self.start(Call(open_engine, partial(_as_it_is, prompt), options))
-
-    async def asubmit_all(
-        self,
-        open_engine: Callable[[], Engine],
-        prompts: Sequence[str],
-        options: CallOptions,
-    ) -> None:
-        """As ``submit_all``, from a thread, and ``cancel()`` is done where it fails."""
-        try:
-            await asyncio.to_thread(self.submit_all, open_engine, prompts, options)
-        except BaseException:
-            self.cancel()
-            raise
+        return await _from_thread(lambda: self.start(call))
 
     def _with_patience(self, start: Callable[[], Running]) -> Running:
         while True:
@@ -355,7 +327,3 @@ async def _from_thread(start: Callable[[], Running]) -> Running:
         one.cancel()
         raise
     return one.started[0]
-
-
-def _as_it_is(prompt: str, _: Engine) -> str:
-    return prompt

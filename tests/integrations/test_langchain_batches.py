@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -237,6 +238,21 @@ def test_cancelling_the_task_cancels_all_of_it(
 
     asyncio.run(main())
     assert all(completion.cancelled for completion in engine.completions)
+
+
+@both_models
+def test_ctrl_c_cancels_all_of_it(make_engine: MakeEngine, model: Any) -> None:
+    engine = make_engine(stepwise=True)
+    main = threading.main_thread()
+
+    def press() -> None:
+        until(lambda: len(engine.completions) == 5, main)
+        signal.pthread_kill(main.ident, signal.SIGINT)
+        until(lambda: all(one.cancelled for one in engine.completions), main)
+        engine.step(5)
+
+    with in_a_thread(press), pytest.raises(KeyboardInterrupt):
+        model(engine=engine).batch(PROMPTS[:5])
 
 
 def test_as_completed_is_in_the_order_of_completion(make_engine: MakeEngine) -> None:

@@ -28,8 +28,6 @@ from pcr_core import Engine, EngineConfig
 from pcr_integrations.langchain import PCRLLM, ChatPCR
 from tests.integrations.asking import ask_twice
 
-pytestmark = pytest.mark.timeout(120)
-
 SEINE = "The Seine flows through Paris and the Thames through London. " * 2
 AARE = "Bern lies on the Aare and Rome on the Tiber, as everybody knows. " * 2
 HISTORY = [
@@ -308,15 +306,18 @@ class TestOnATinyModel(OnARealModel):
         self.engine = real_engine
 
 
+@pytest.fixture(scope="module")
+def smollm2_engine(smollm2_dir: Path, tmp_path_factory: Any) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("smollm2")
+    config = EngineConfig(model=str(smollm2_dir), cache_dir=folder, ssd_bytes=0)
+    with Engine(config) as engine:
+        yield engine
+
+
 @pytest.mark.slow
 class TestOnSmolLM2(OnARealModel):
     """A trained one, with a chat template of its own."""
 
-    @pytest.fixture(autouse=True, scope="class")
-    def _engine(
-        self, request: Any, smollm2_dir: Path, tmp_path_factory: Any
-    ) -> Iterator[None]:
-        folder = tmp_path_factory.mktemp("smollm2")
-        config = EngineConfig(model=str(smollm2_dir), cache_dir=folder, ssd_bytes=0)
-        with Engine(config) as request.cls.engine:
-            yield
+    @pytest.fixture(autouse=True)
+    def _engine(self, smollm2_engine: Engine) -> None:
+        self.engine = smollm2_engine

@@ -317,11 +317,11 @@ def test_configurable_settings_load_nothing_twice(scripted_builds: list[Any]) ->
         temperature=ConfigurableField(id="t"),
         model=ConfigurableField(id="model"),
     )
-    for config in ({}, {"t": 0.5}, {"t": 0.7}, {"model": "other"}, {"t": 0.1}):
+    for config in ({"t": 0.5}, {"t": 0.7}, {"model": "other"}, {"t": 0.1}):
         llm.invoke("q", {"configurable": config})
     assert [engine.config.model for engine in scripted_builds] == ["m", "other"]
     temperatures = [params.temperature for _, params, _ in scripted_builds[0].submitted]
-    assert temperatures == [0.0, 0.5, 0.7, 0.1]
+    assert temperatures == [0.5, 0.7, 0.1]
 
 
 def test_configurable_alternatives(make_engine: MakeEngine) -> None:
