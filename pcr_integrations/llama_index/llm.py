@@ -75,8 +75,10 @@ class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
     end event per call, on every path.
 
     Raises:
-        ConfigError: For an unknown or bad setting, at construction.
-        RequestError: For an unknown call option, or content that is not text.
+        ConfigError: For an unknown setting or a bad one of the engine, at construction.
+        RequestError: For a bad sampling field, an unknown call option, or content that
+            is not text; ``PromptTooLongError`` is one. No ``ValueError``: LlamaIndex
+            would make "Empty Response" of it.
     """
 
     context_window: int | None = None
