@@ -10,7 +10,7 @@ from pcr_integrations.documents._layouts import Prompt, Tools, contents, read_la
 from pcr_integrations.documents._registry import Place, registry
 
 if TYPE_CHECKING:
-    from pcr_core import Completion, Engine, SamplingParams
+    from pcr_core import Completion, Engine, Explanation, SamplingParams
 
 
 def submit(
@@ -43,6 +43,25 @@ def submit(
     known.count(len(documents), lost)
     _tell_source(engine, prompt, tools, places)
     return completion
+
+
+def explain(engine: Engine, prompt: Prompt, tools: Tools | None = None) -> Explanation:
+    """Explain a prompt with the known documents in it; see ``Engine.explain``.
+
+    Args:
+        engine: The engine.
+        prompt: Text, or messages with ``role`` and ``content``.
+        tools: Tool schemas for the chat template.
+
+    Raises:
+        RequestError: See ``Engine.explain``.
+    """
+    documents = documents_of(registry().find(contents(prompt)))
+    try:
+        return engine.explain(prompt, tools=tools, documents=documents)
+    except DocumentNotFoundError as error:
+        left = [one for one in documents if one not in error.documents]
+        return engine.explain(prompt, tools=tools, documents=left)
 
 
 def documents_of(places: Sequence[Place]) -> list[Document]:

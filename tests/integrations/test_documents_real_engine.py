@@ -14,6 +14,7 @@ from langchain_core.runnables import RunnableLambda
 
 from pcr_core import Document as NamedText
 from pcr_core import Engine, EngineConfig
+from pcr_integrations import documents
 from pcr_integrations.documents._hints import HINTS
 from pcr_integrations.langchain import ChatPCR, PCRRetriever
 
@@ -92,6 +93,9 @@ def test_a_chain_can_be_explained_and_a_document_forgotten(
         first = chain.invoke("q")
         swapped = engine.explain(turns(FOUND[1::-1]), documents=names(FOUND[:2]))
         assert {part.verdict for part in swapped.documents} == {"order changed"}
+        found = documents.explain(engine, turns(FOUND[1::-1]))
+        assert found == swapped
+        assert len(documents.explain(engine, "nothing in here").documents) == 0
         receipt = engine.forget("tides")
         assert receipt.keys
         again = engine.explain(turns(FOUND[:2]), documents=names(FOUND[:2]))
