@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pcr_core.documents import DocumentSpan
-from pcr_core.errors import CancelledError
+from pcr_core.errors import CancelledError, DeadlineExceededError
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.sampling_params import SamplingParams
 from pcr_core.timeline.interval import Interval
@@ -318,6 +318,10 @@ class Request:
         epoch: ``TierManager.epoch`` when it was submitted: what is forgotten later, it
             must not bring back.
         submitted: ``time.perf_counter()`` at submit.
+        priority: The higher, the sooner it runs.
+        deadline: When its answer is worth nothing any more, in seconds of
+            ``time.perf_counter``; ``None`` for never.
+        group: Requests of one group have the same prompt and share its prefill.
         owner: The engine, kept alive until the request is over.
     """
 
@@ -330,9 +334,30 @@ class Request:
     remembered: bool = True
     epoch: int = 0
     submitted: float = field(default_factory=time.perf_counter)
+    priority: int = 0
+    deadline: float | None = None
+    group: object = None
     owner: object = None
 
     def raise_if_cancelled(self) -> None:
         """Raise ``CancelledError`` once the caller has cancelled."""
         if self.completion.cancelled:
             raise CancelledError("the request was cancelled")
+
+    def is_late(self, now: float) -> bool:
+        """Whether its deadline has passed at ``now``."""
+        return self.deadline is not None and now >= self.deadline
+
+    def raise_if_unwanted(self, now: float) -> None:
+        """Raise if nobody waits for it any more.
+
+        Raises:
+            CancelledError: If the caller has cancelled.
+            DeadlineExceededError: If its deadline has passed.
+        """
+        self.raise_if_cancelled()
+        if self.is_late(now):
+            raise DeadlineExceededError(
+                "the deadline passed before the answer was complete; allow more time, "
+                "raise the priority, or ask for fewer tokens"
+            )

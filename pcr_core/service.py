@@ -23,7 +23,7 @@ import torch
 from pcr_core.config import EngineConfig
 from pcr_core.errors import EngineClosedError, QueueFullError
 from pcr_core.index.chunk import ChunkLayout, Namespace, tenant_digest
-from pcr_core.loop import EngineLoop
+from pcr_core.loop import Batching, EngineLoop
 from pcr_core.memory import available_bytes
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.overlap import OverlapChoice
@@ -200,7 +200,14 @@ def build(
     lifetimes.callback(runner.close)
     ends = end_token_ids(loaded.model, loaded.tokenizer)
     record = recorder(config, layout, lifetimes)
-    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record)
+    batching = Batching(
+        rows=config.max_batch_size,
+        prefill_tokens=config.max_prefill_tokens,
+        order=config.order,
+        max_overtakes=config.max_overtakes,
+        store_answers=config.store_answers,
+    )
+    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record, batching)
     return Parts(loaded, runner, namespace, prepared.overlap, loop)
 
 

@@ -45,6 +45,12 @@ class PcrFields(BaseModel):
     overlap: str | None = None
     resident_rows: int | None = None
     threads: int | None = None
+    max_batch_size: int | None = None
+    max_prefill_tokens: int | None = None
+    row_bytes: int | str | None = None
+    order: str | None = None
+    max_overtakes: int | None = None
+    store_answers: bool | None = None
     max_queue: int | None = None
     eviction: str | None = None
     lookahead_window: int | str | None = None
