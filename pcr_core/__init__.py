@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pcr_core.errors import (
         CancelledError,
         ConfigError,
+        DeadlineExceededError,
         EngineClosedError,
         ModelError,
         PcrError,
@@ -50,6 +51,7 @@ _HOMES = {
         (
             "CancelledError",
             "ConfigError",
+            "DeadlineExceededError",
             "EngineClosedError",
             "ModelError",
             "PcrError",
@@ -68,6 +70,7 @@ __all__ = [
     "CancelledError",
     "Completion",
     "ConfigError",
+    "DeadlineExceededError",
     "Decisions",
     "Document",
     "Engine",

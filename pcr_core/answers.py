@@ -1,116 +1,97 @@
-"""Answers become prefixes: the next turn of a conversation begins with them.
+"""Several answers to one prompt: requests that share its prefill, seen as one.
 
-KV that decode steps leave behind may differ by rounding from what a prefill computes,
-and exact mode promises that it makes no difference whether something was cached. So
-what a prompt and its answer fill of whole chunks is prefilled once more, when nothing
-else is to be done; everything before the answer is read, not computed. In free mode the
-row at rest holds all of it, and it is only copied. Engine thread only.
+Each answer is a request of its own with a seed of its own; they run like any others.
+What the caller holds is one ``Completion``: it streams the first answer and ends when
+all have.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import blake2b
 
-from pcr_core.errors import EngineClosedError
-from pcr_core.model.generation import Generation
-from pcr_core.model.runner import Runner
-from pcr_core.prefilling import Prefilling
-from pcr_core.request import Request
-from pcr_core.sampling_params import SamplingParams
-from pcr_core.tiers import TierManager
-
-_log = logging.getLogger("pcr_core.engine")
-_MOST_WAITING = 16
+from pcr_core.request import Completion, Request, Result
 
 
-class AnswerStore:
-    """Stores the chunks that answers complete, bit by bit.
+class _Answers:
+    """Gathers the results of one prompt. Engine thread only."""
+
+    def __init__(self, whole: Completion, count: int) -> None:
+        self.whole = whole
+        self._results: list[Result | None] = [None] * count
+
+    def finished(self, index: int, result: Result) -> None:
+        """Note one of them; the last ends the whole."""
+        self._results[index] = result
+        found = [one for one in self._results if one is not None]
+        if len(found) == len(self._results):
+            self.whole.finish(replace(found[0], others=tuple(found[1:])))
+
+    def failed(self, error: BaseException) -> None:
+        """One has failed, so the whole has: nobody needs the others."""
+        self.whole.fail(error)
+        self.whole.cancel()
+
+
+class _Answer(Completion):
+    """One of several answers. Cancelled with the whole."""
+
+    def __init__(self, answers: _Answers, index: int) -> None:
+        super().__init__()
+        self._answers = answers
+        self._index = index
+
+    @property
+    def cancelled(self) -> bool:
+        """True once the whole was cancelled."""
+        return self._answers.whole.cancelled
+
+    def emit(self, text: str) -> None:
+        """Append generated text; the caller sees the first answer's."""
+        super().emit(text)
+        if self._index == 0:
+            self._answers.whole.emit(text)
+
+    def finish(self, result: Result) -> None:
+        """End with a result."""
+        super().finish(result)
+        self._answers.finished(self._index, result)
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        super().fail(error)
+        self._answers.failed(error)
+
+
+def one_each(request: Request, copied: Callable[[Request], Request]) -> list[Request]:
+    """Turn a request for ``params.n`` answers into as many for one.
 
     Args:
-        runner: Runs the model.
-        tiers: Where chunks go.
-        generation: Makes a generation of a request.
-        closing: Says whether all work is to end.
+        request: Its completion is what the caller holds.
+        copied: Copies a request.
+
+    Returns:
+        The request itself, if it asks for one answer. Else one for each answer, the
+        first with the seed that was given; the others' are derived from it.
     """
+    count = request.params.n
+    if count == 1:
+        return [request]
+    answers, group = _Answers(request.completion, count), object()
+    parts = []
+    for index in range(count):
+        part = copied(request)
+        seed = derived_seed(request.params.seed, index)
+        part.params = request.params.model_copy(update={"n": 1, "seed": seed})
+        part.completion, part.group = _Answer(answers, index), group
+        parts.append(part)
+    return parts
 
-    def __init__(
-        self,
-        runner: Runner,
-        tiers: TierManager,
-        generation: Callable[[Request], Generation],
-        closing: Callable[[], bool],
-    ) -> None:
-        self._runner = runner
-        self._tiers = tiers
-        self._generation = generation
-        self._closing = closing
-        self._waiting: deque[Request] = deque(maxlen=_MOST_WAITING)
-        self._current: Prefilling | None = None
 
-    def add(self, request: Request, answer: Sequence[int]) -> None:
-        """Note an answer, if it completes a chunk and may be remembered."""
-        tokens = [*request.tokens, *answer]
-        size = self._tiers.chunk_tokens
-        known = len(request.tokens) // size
-        if not request.remembered or len(tokens) // size == known:
-            return
-        if len(request.keys) < known:
-            return  # a part of the prompt was forgotten
-        tokens = tokens[: len(tokens) // size * size]
-        self._waiting.append(
-            Request(
-                tokens,
-                self._tiers.keys_of(tokens),
-                SamplingParams(max_tokens=1),
-                spans=request.spans,
-                usable=self._runner.usable_chunks(len(tokens)),
-                epoch=self._tiers.epoch,
-            )
-        )
-
-    def waiting(self) -> list[Request]:
-        """What is not stored yet; ``forget`` strikes out what must not be."""
-        return list(self._waiting)
-
-    def advance(self, budget: int) -> bool:
-        """Compute up to ``budget`` tokens; returns whether there was anything to do."""
-        if self._current is None and not self._waiting:
-            return False
-        try:
-            self._step(budget)
-        except Exception as error:
-            # Nobody waits for it, and nothing is lost but a later hit.
-            self.close()
-            if not isinstance(error, EngineClosedError):
-                _log.warning("an answer was not stored: %s", error)
-        return True
-
-    def close(self) -> None:
-        """End what is under way; chunks that are filled are kept."""
-        if self._current is not None:
-            current, self._current = self._current, None
-            current.close()
-            current.generation.close()
-
-    def _step(self, budget: int) -> None:
-        if self._current is None:
-            request = self._waiting.popleft()
-            if not request.remembered:
-                return
-            generation = self._generation(request)
-            generation.open()
-            try:
-                self._current = Prefilling(
-                    generation, self._tiers, self._checkpoint
-                ).uncounted()
-            except BaseException:
-                generation.close()
-                raise
-        if self._current.advance(budget):
-            self.close()
-
-    def _checkpoint(self) -> None:
-        if self._closing():
-            raise EngineClosedError("the engine is closed")
+def derived_seed(seed: int | None, index: int) -> int | None:
+    """The seed of the answer ``index`` of a request with this seed."""
+    if seed is None or index == 0:
+        return seed
+    digest = blake2b(f"answer {index} of seed {seed}".encode(), digest_size=7)
+    return int.from_bytes(digest.digest(), "big")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pcr_core.answers import AnswerStore
+from pcr_core.answer_store import AnswerStore
 from pcr_core.documents import ForgetReceipt
 from pcr_core.errors import (
     CancelledError,
@@ -117,6 +117,11 @@ class EngineLoop:
     def running(self) -> int:
         """Requests that have a row."""
         return len(self._running) + (self._prefilling is not None)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._scheduler)
 
     def add(self, request: Request) -> None:
         """Enqueue a request."""

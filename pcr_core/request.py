@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pcr_core.documents import DocumentSpan
@@ -88,6 +88,7 @@ class Result:
         usage: Token counts.
         timing: Seconds.
         intervals: What was done when, layer by layer; ``timeline()`` shows them.
+        others: With ``SamplingParams(n=...)``, the results of the other answers.
     """
 
     text: str
@@ -97,6 +98,12 @@ class Result:
     usage: Usage
     timing: Timing
     intervals: tuple[Interval, ...] = field(default=(), repr=False)
+    others: tuple[Result, ...] = field(default=(), repr=False)
+
+    @property
+    def answers(self) -> tuple[Result, ...]:
+        """All answers to the prompt: this one and the others."""
+        return (replace(self, others=()), *self.others) if self.others else (self,)
 
     def timeline(self) -> Timeline:
         """Where the time went: figures, a drawing, a trace.

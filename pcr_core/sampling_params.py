@@ -44,6 +44,8 @@ class SamplingParams(BaseModel):
         stop_token_ids: Tokens that end generation, beside the model's own.
         logprobs: Also return the log-probability of each chosen token.
         logit_bias: Added to the logits of these token ids; finite.
+        n: Answers to generate, which share the prompt's prefill; see
+            ``Result.answers``. Each has a seed of its own, derived from ``seed``.
 
     Raises:
         RequestError: For an unknown field or a bad value.
@@ -65,6 +67,7 @@ class SamplingParams(BaseModel):
     stop_token_ids: StopTokens = ()
     logprobs: bool = False
     logit_bias: LogitBias = Field(default_factory=dict)
+    n: Integer = Field(default=1, ge=1, le=64)
 
     def __init__(self, **fields: Any) -> None:
         try:

@@ -15,11 +15,28 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pcr_core.index.chunk import ChunkKey
 from pcr_core.request import Request
 
 Order = Literal["fcfs", "cache_aware"]
 _LOOKED_AT = 32
 """Requests whose standing is asked for at a time, those first that would run first."""
+
+
+def sharers_together(prompts: Sequence[Sequence[ChunkKey]]) -> list[int]:
+    """An order in which prompts that begin alike follow each other.
+
+    Args:
+        prompts: Chunk keys of each, root first.
+
+    Returns:
+        Indices, those of each beginning where the first with it comes.
+    """
+    first: dict[ChunkKey, int] = {}
+    for keys in prompts:
+        for key in keys:
+            first.setdefault(key, len(first))
+    return sorted(range(len(prompts)), key=lambda i: [first[k] for k in prompts[i]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -67,17 +67,20 @@ class Door:
         self._woken = False
         self._closed: BaseException | None = None
 
-    def put(self, request: Request) -> None:
-        """Enqueue a request, or raise ``QueueFullError`` or ``EngineClosedError``."""
+    def put(self, requests: Sequence[Request]) -> None:
+        """Enqueue all, or none and raise ``QueueFullError`` or ``EngineClosedError``.
+
+        More than ``capacity`` at once are taken when nothing is waiting.
+        """
         with self._changed:
             self._refuse_if_closed()
-            if self._waiting >= self._capacity:
+            if self._waiting and self._waiting + len(requests) > self._capacity:
                 raise QueueFullError(
                     f"{self._waiting} requests are waiting already (max_queue="
                     f"{self._capacity}); try again after some have finished"
                 )
-            self._waiting += 1
-            self._requests.append(request)
+            self._waiting += len(requests)
+            self._requests.extend(requests)
             self._changed.notify()
 
     def call(self, function: Callable[[], T]) -> Future[T]:

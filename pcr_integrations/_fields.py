@@ -75,6 +75,7 @@ class PcrFields(BaseModel):
     stop_token_ids: list[int] | None = None
     logprobs: bool | None = None
     logit_bias: dict[int, float] | None = None
+    n: int | None = None
 
     timeout: float | None = Field(default=None, gt=0)
     """Seconds to wait for a whole answer, or for the next piece of a stream."""

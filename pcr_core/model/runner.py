@@ -132,10 +132,10 @@ class Runner:
             shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in self._shapes
         )
         affordable = READY_BYTES // _READY_ROWS // (per_token * self._itemsize)
-        rows = [
-            self.open_row(min(self._window, affordable))
-            for _ in range(min(max(1, self._rows.most), _READY_ROWS))
-        ]
+        room, rows = min(self._window, affordable), list[Row]()
+        for _ in range(min(max(1, self._rows.most), _READY_ROWS)):
+            if self.fits(room):
+                rows.append(self.open_row(room))
         for row in rows:
             row.cache.buffer.clear(row.cache.buffer.capacity)
             self.close_row(row)
