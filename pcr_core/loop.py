@@ -202,10 +202,7 @@ class EngineLoop:
         states = self.tiers.match(keys)
         there = sum(state != "none" for state in states)
         size = len(request.tokens)
-        cached = max(
-            there * self.tiers.chunk_tokens, self._runner.resident(request.tokens)
-        )
-        cached = min(cached, size - 1)
+        cached = min(there * self.tiers.chunk_tokens, size - 1)
         return Standing(not self.tiers.is_reading(keys), cached, size - cached)
 
     def _drop_unwanted(self) -> int:

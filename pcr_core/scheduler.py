@@ -19,7 +19,7 @@ from pcr_core.index.chunk import ChunkKey
 from pcr_core.request import Request
 
 Order = Literal["fcfs", "cache_aware"]
-_LOOKED_AT = 32
+_LOOKED_AT = 128
 """Requests whose standing is asked for at a time, those first that would run first."""
 
 

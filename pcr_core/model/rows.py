@@ -116,8 +116,9 @@ class RowPool:
         if row is not None:
             self._resting.remove(row)
         buffer = row.buffer if row is not None else self._make()
-        if self.taken_bytes + buffer.nbytes > self._most_taken:
-            buffer.release()  # it is longer than it need be
+        surplus = buffer.nbytes - buffer.bytes_for(room)
+        if surplus > 0 and 2 * buffer.nbytes > self._most_taken - self.taken_bytes:
+            buffer.release()  # others would find no room beside so long a row
             resident = 0
         if not self.fits(room):
             raise DeviceMemoryError(self._over(room))

@@ -21,6 +21,7 @@ from pcr_core import (
 from pcr_core.answers import one_each
 from pcr_core.errors import DeviceMemoryError
 from pcr_core.loop import Batching
+from pcr_core.model import generation
 from pcr_core.model.key_blocks import KEY_BLOCK
 from pcr_core.request import Request
 from tests.engine.loop_bench import CHUNK, Bench, opened_bench
@@ -213,6 +214,12 @@ def test_bad_places_in_the_queue_are_refused(engine: Any, options: Any) -> None:
 # --- memory ---
 
 
+@pytest.fixture
+def rows_begin_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_FIRST_ROOM", 1)
+
+
+@pytest.mark.usefixtures("rows_begin_small")
 def test_the_youngest_gives_way_and_goes_on_as_if_nothing_was(opened: Opened) -> None:
     """Three rows that all outgrow their first key block; there is room for four."""
     wanted = [[n] * (KEY_BLOCK - 20) for n in (1, 2, 3)]
@@ -254,6 +261,7 @@ def test_one_that_fits_nowhere_fails_and_the_next_runs(opened: Opened) -> None:
         assert bench.nothing_held()
 
 
+@pytest.mark.usefixtures("rows_begin_small")
 def test_a_request_put_back_can_be_cancelled(opened: Opened) -> None:
     with opened(slots=100) as bench:
         block = bench.runner._rows._sample.bytes_for(KEY_BLOCK)
@@ -261,6 +269,7 @@ def test_a_request_put_back_can_be_cancelled(opened: Opened) -> None:
         first = bench.request([1] * (KEY_BLOCK - 10), max_tokens=60)
         second = bench.request([2] * (KEY_BLOCK - 10), max_tokens=60)
         while not bench.loop.preempted:
+            assert bench.loop.busy
             bench.loop.step()
         second.completion.cancel()
         assert bench.loop.step() == 1
