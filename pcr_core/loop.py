@@ -27,7 +27,7 @@ from pcr_core.errors import (
 )
 from pcr_core.explain.lookup import Lookup
 from pcr_core.ledger import Ledger, Removal
-from pcr_core.model.generation import Generation
+from pcr_core.model.generation import Generation, room_for
 from pcr_core.model.runner import Runner
 from pcr_core.prefilling import Prefilling
 from pcr_core.request import Request
@@ -138,11 +138,11 @@ class EngineLoop:
 
     def begin_forget(self, document: bytes) -> Removal:
         """Forget a document in memory, and start on the store; see ``Ledger``."""
-        return self._ledger.begin_forget(document, self._not_stored())
+        return self._ledger.begin_forget(document, self._to_be_stored())
 
     def end_forget(self, document: str, removal: Removal) -> ForgetReceipt:
         """Finish it, once the job has ended; see ``Ledger``."""
-        return self._ledger.end_forget(document, removal, self._not_stored())
+        return self._ledger.end_forget(document, removal, self._to_be_stored())
 
     def hint(self, request: Request) -> None:
         """Prepare for a request that may come; it is not run."""
@@ -158,23 +158,24 @@ class EngineLoop:
         Returns:
             How many requests have left the queue in this step, less those put back.
         """
+        before = len(self._scheduler)
         self.tiers.poll()
-        left = self._drop_unwanted()
-        self._ledger.catch_up(self._not_stored())
+        self._drop_unwanted()
+        self._ledger.catch_up(self._to_be_stored())
         running = list(self._running)
-        left += self._admit()
+        self._admit()
         self._look_ahead()
         if self._prefilling is not None:
             budget = self._batching.prefill_tokens if running else None
             self._guard(self._prefilling.request, partial(self._advance, budget))
-        left -= self._make_room(running)
+        self._make_room(running)
         self._decode([one for one in running if one in self._running])
-        return left
+        return before - len(self._scheduler)
 
     def idle(self) -> bool:
         """Use a moment without requests; returns whether another would help too."""
         self.tiers.poll()
-        self._ledger.catch_up(self._not_stored())
+        self._ledger.catch_up(self._to_be_stored())
         self._look_ahead()
         if self._answers.advance(self._batching.prefill_tokens):
             return True
@@ -193,9 +194,13 @@ class EngineLoop:
 
     # --- the queue ---
 
-    def _not_stored(self) -> list[Request]:
-        """Requests whose chunks are not stored yet, or not all of them."""
-        return [*self._scheduler.waiting(), *self._answers.waiting()]
+    def _to_be_stored(self) -> list[Request]:
+        """Requests of which something may still be stored."""
+        found = [*self._scheduler.waiting(), *self._answers.waiting()]
+        found += [generation.request for generation in self._running]
+        if self._prefilling is not None:
+            found.append(self._prefilling.request)
+        return found
 
     def _standing(self, request: Request) -> Standing:
         keys = request.keys[: request.usable]
@@ -205,12 +210,11 @@ class EngineLoop:
         cached = min(there * self.tiers.chunk_tokens, size - 1)
         return Standing(not self.tiers.is_reading(keys), cached, size - cached)
 
-    def _drop_unwanted(self) -> int:
+    def _drop_unwanted(self) -> None:
         now = self._clock()
         gone = self._scheduler.drop(lambda r: r.completion.cancelled or r.is_late(now))
         for request in gone:
             self._guard(request, partial(request.raise_if_unwanted, now))
-        return len(gone)
 
     def _look_ahead(self) -> None:
         """Protect and fetch what the queue needs, if queue or tiers have changed."""
@@ -219,31 +223,32 @@ class EngineLoop:
             self.tiers.look_ahead(self._scheduler.upcoming(self.tiers.window))
             self._seen = seen
 
-    def _admit(self) -> int:
+    def _admit(self) -> None:
         """Begin with the next request, if there is a row for it and no other begins."""
         if self._prefilling is not None or len(self._running) >= self._batching.rows:
-            return 0
+            return
         request = self._scheduler.peek()
-        if request is None:
-            return 0
-        generation = self._suspended.get(request) or self._generation(request)
-        if self._running and not self._runner.fits(generation.room):
-            return 0
+        if request is None or (self._running and not self._fits(request)):
+            return
         self._answers.close()
         self._scheduler.take(request)
-        self._suspended.pop(request, None)
-        self._guard(request, lambda: self._begin(generation))
-        return 1
+        self._guard(request, partial(self._begin, request))
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there is memory for its row beside the others."""
+        suspended = self._suspended.get(request)
+        room = room_for(request) if suspended is None else suspended.room
+        return self._runner.fits(room)
 
     def _generation(self, request: Request) -> Generation:
         return Generation(self._runner, self._tokenizer, request, self._end_ids)
 
     # --- a request's beginning ---
 
-    def _begin(self, generation: Generation) -> None:
-        request = generation.request
+    def _begin(self, request: Request) -> None:
         self._check(request)
         self._ledger.note(request)
+        generation = self._suspended.pop(request, None) or self._generation(request)
         try:
             generation.open()
             self._prefilling = Prefilling(
@@ -273,16 +278,14 @@ class EngineLoop:
         for request in self._scheduler.waiting():
             if request.group is not group or request in self._suspended:
                 continue
-            generation = self._generation(request)
-            if len(self._running) >= self._batching.rows or not self._runner.fits(
-                generation.room
-            ):
+            if len(self._running) >= self._batching.rows or not self._fits(request):
                 return
             self._scheduler.take(request)
-            self._guard(request, partial(self._begin_beside, generation, first))
+            self._guard(request, partial(self._begin_beside, request, first))
 
-    def _begin_beside(self, generation: Generation, first: Generation) -> None:
-        self._check(generation.request)
+    def _begin_beside(self, request: Request, first: Generation) -> None:
+        self._check(request)
+        generation = self._generation(request)
         self._running.append(generation)
         generation.open_beside(first)
         self._finish_if_done(generation)
@@ -298,13 +301,8 @@ class EngineLoop:
 
     # --- running requests ---
 
-    def _make_room(self, running: Sequence[Generation]) -> int:
-        """Have every row hold one token more, at the cost of the youngest if need be.
-
-        Returns:
-            How many requests were put back into the queue.
-        """
-        before = self.preempted
+    def _make_room(self, running: Sequence[Generation]) -> None:
+        """Have every row hold one token more; the youngest may have to give way."""
         for generation in running:
             while generation in self._running:
                 try:
@@ -314,7 +312,6 @@ class EngineLoop:
                     if self._put_back_youngest():
                         continue
                     self._guard(generation.request, partial(_throw, error))
-        return self.preempted - before
 
     def _put_back_youngest(self) -> bool:
         """Free the youngest request's row; False if there is but one."""

@@ -14,6 +14,7 @@ NAMES = {
     "CancelledError",
     "Completion",
     "ConfigError",
+    "DeadlineExceededError",
     "Decisions",
     "Document",
     "Engine",

@@ -26,6 +26,11 @@ _FIRST_ROOM = KEY_BLOCK
 """Positions for the answer that a row has at first; it grows."""
 
 
+def room_for(request: Request) -> int:
+    """Tokens that a row must hold for a request to begin."""
+    return len(request.tokens) + min(request.params.max_tokens, _FIRST_ROOM)
+
+
 class Generation:
     """State of a running request. Open a row for it, and close it, whatever happens."""
 
@@ -66,9 +71,9 @@ class Generation:
     @property
     def room(self) -> int:
         """Tokens that a row must hold for it to go on."""
-        request = self.request
-        sure = min(request.params.max_tokens, _FIRST_ROOM)
-        return len(request.tokens) + max(sure, len(self._tokens) + 1)
+        return max(
+            room_for(self.request), len(self.request.tokens) + len(self._tokens) + 1
+        )
 
     @property
     def token_ids(self) -> Sequence[int]:

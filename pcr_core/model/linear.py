@@ -26,6 +26,7 @@ from pcr_core.model.row_tiles import (
     COARSE_SIZES,
     FEW_JUDGED,
     FEW_SIZES,
+    JUDGED,
     SIZES,
     TIMED_SIZES,
     RowTiles,
@@ -148,16 +149,24 @@ def measure(layers: Sequence[nn.Linear]) -> LayerPlan:
     ]
     bias = _bias(layers[0])
     rows = _noise(weights[0])
-    plain = best_class(_classes([PlainKernel(w, bias) for w in weights], rows, sizes))
-    kernels = [PlainKernel(w, bias) for w in weights]
+    plain = [PlainKernel(w, bias) for w in weights]
+    found = LayerPlan(
+        False, best_class(_classes(plain, rows, sizes)), few_tiles(plain, rows)
+    )
     if not onednn.supports(weights[0].dtype):
-        return LayerPlan(False, plain, few_tiles(kernels, rows))
-    packs = [PackedKernel(onednn.pack(w), bias) for w in weights]
-    packed = best_class(_classes(packs, rows, sizes))
-    dearer = {size: cost / _PACK_MARGIN for size, cost in packed.costs.items()}
-    if best_class([plain.costs, dearer]).costs is plain.costs:
-        return LayerPlan(False, plain, few_tiles(kernels, rows))
-    return LayerPlan(True, packed, few_tiles(packs, rows))
+        return found
+    packed = [PackedKernel(onednn.pack(w), bias) for w in weights]
+    other = LayerPlan(
+        True, best_class(_classes(packed, rows, sizes)), few_tiles(packed, rows)
+    )
+    return _better(found, other)
+
+
+def _better(plain: LayerPlan, packed: LayerPlan) -> LayerPlan:
+    """The plan that costs less over a hit, a prompt and decode steps."""
+    ratios = [packed.tiles.seconds(n) / plain.tiles.seconds(n) for n in JUDGED]
+    ratios += [packed.few.seconds(n) / plain.few.seconds(n) for n in FEW_JUDGED]
+    return packed if sum(ratios) / len(ratios) < _PACK_MARGIN else plain
 
 
 def few_tiles(kernels: Sequence[Kernel], rows: torch.Tensor) -> RowTiles:
@@ -277,10 +286,16 @@ def _is_decode(x: torch.Tensor) -> bool:
 class _InstalledHead:
     """The output head: in tiles for one token a row, as it was for all others."""
 
-    def __init__(self, head: nn.Linear, few: RowTiles) -> None:
+    def __init__(self, head: nn.Linear, plan: LayerPlan) -> None:
         self._head = head
-        self._few = few
-        self._kernel = PlainKernel(head.weight.detach(), _bias(head))
+        self._few = plan.few
+        weight, bias = head.weight.detach(), _bias(head)
+        self._kernel: Kernel = PlainKernel(weight, bias)
+        if plan.packed:
+            # A copy, as the embedding may be the same tensor; of that only the rows
+            # that are looked up are needed in memory.
+            self._kernel = PackedKernel(onednn.pack(weight), bias)
+            page_out(weight.data_ptr(), weight.nbytes)
         head.__dict__["forward"] = self.forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -342,13 +357,22 @@ def plan_layers(model: Any) -> Mapping[Shape, LayerPlan]:
     return {shape: measure(layers) for shape, layers in groups.items()}
 
 
-def plan_head(model: Any) -> RowTiles | None:
-    """Measure the output head for decode steps; ``None`` if it cannot be tiled."""
+def plan_head(model: Any) -> LayerPlan | None:
+    """Measure the output head for decode steps; ``None`` if it cannot be tiled.
+
+    Prefills compute one row of it, too, so its tiles for many rows are not used.
+    """
     head = _head(model)
     if head is None:
         return None
-    weight = head.weight.detach()
-    return few_tiles([PlainKernel(weight, _bias(head))], _noise(weight))
+    weight, bias = head.weight.detach(), _bias(head)
+    rows = _noise(weight)
+    few = few_tiles([PlainKernel(weight, bias)], rows)
+    plain = LayerPlan(False, few, few)
+    if not onednn.supports(weight.dtype):
+        return plain
+    few = few_tiles([PackedKernel(onednn.pack(weight), bias)], rows)
+    return _better(plain, LayerPlan(True, few, few))
 
 
 def _head(model: Any) -> nn.Linear | None:
@@ -364,20 +388,20 @@ def _shape(layer: nn.Linear) -> Shape:
 
 @contextmanager
 def row_tiles_installed(
-    model: Any, plans: Mapping[Shape, LayerPlan], head_tiles: RowTiles | None = None
+    model: Any, plans: Mapping[Shape, LayerPlan], head_plan: LayerPlan | None = None
 ) -> Iterator[None]:
     """Run the model's linear layers in tiles; restore them afterwards.
 
     Args:
         model: See above.
         plans: From ``plan_layers``.
-        head_tiles: From ``plan_head``; ``None`` leaves the output head as it is.
+        head_plan: From ``plan_head``; ``None`` leaves the output head as it is.
     """
     installed: list[_Installed | _InstalledHead] = []
     try:
         head = _head(model)
-        if head is not None and head_tiles is not None:
-            installed.append(_InstalledHead(head, head_tiles))
+        if head is not None and head_plan is not None:
+            installed.append(_InstalledHead(head, head_plan))
         for layer in list(_layers(model)):
             installed.append(_Installed(layer, plans[_shape(layer)]))
         yield

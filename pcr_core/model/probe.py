@@ -191,7 +191,7 @@ class Verdict:
     layers: Mapping[Shape, LayerPlan]
     attention: AttentionPlan
     shape_independent: bool
-    head: RowTiles | None = None
+    head: LayerPlan | None = None
     decoding: Decoding = "serial"
 
 
@@ -224,13 +224,11 @@ def read_verdict(path: Path) -> Verdict | None:
     try:
         found = json.loads(path.read_text())
         layers = {
-            (item["in"], item["out"], item["bias"]): LayerPlan(
-                item["packed"], _tiles_of(item["tiles"]), _tiles_of(item["few"])
-            )
+            (item["in"], item["out"], item["bias"]): _plan_of(item)
             for item in found["layers"]
         }
         attention = _attention_of(found["attention"])
-        head = found["head"] and _tiles_of(found["head"])
+        head = found["head"] and _plan_of(found["head"])
         if found["decoding"] not in get_args(Decoding):
             return None
         return Verdict(
@@ -242,6 +240,11 @@ def read_verdict(path: Path) -> Verdict | None:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _plan_of(found: Any) -> LayerPlan:
+    tiles, few = _tiles_of(found["tiles"]), _tiles_of(found["few"])
+    return LayerPlan(found["packed"], tiles, few)
 
 
 def _tiles_of(found: Any) -> RowTiles:
@@ -259,6 +262,11 @@ def _attention_of(found: Any) -> AttentionPlan:
     )
 
 
+def _as_json(plan: LayerPlan) -> dict[str, Any]:
+    tiles, few = dict(plan.tiles.costs), dict(plan.few.costs)
+    return {"packed": plan.packed, "tiles": tiles, "few": few}
+
+
 def keep_verdict(path: Path, verdict: Verdict) -> Verdict:
     """Write a verdict unless another process did first; return the one that counts.
 
@@ -270,9 +278,7 @@ def keep_verdict(path: Path, verdict: Verdict) -> Verdict:
             "in": shape[0],
             "out": shape[1],
             "bias": shape[2],
-            "packed": plan.packed,
-            "tiles": dict(plan.tiles.costs),
-            "few": dict(plan.few.costs),
+            **_as_json(plan),
         }
         for shape, plan in verdict.layers.items()
     ]
@@ -281,7 +287,7 @@ def keep_verdict(path: Path, verdict: Verdict) -> Verdict:
             "layers": layers,
             "attention": asdict(verdict.attention),
             "shape_independent": verdict.shape_independent,
-            "head": verdict.head and dict(verdict.head.costs),
+            "head": verdict.head and _as_json(verdict.head),
             "decoding": verdict.decoding,
         }
     )

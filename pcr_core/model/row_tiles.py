@@ -31,7 +31,7 @@ FEW_SIZES = (1, 2, 4, 8, 16, 32)
 FEW_JUDGED = (1, 4, 8)
 """Numbers of rows their classes are judged by."""
 
-_JUDGED = (32, 128, 1088)
+JUDGED = (32, 128, 1088)
 """Row counts a class is judged by: two questions after a hit, and a cold prefill."""
 
 
@@ -87,7 +87,7 @@ def interpolate(timed: Mapping[int, float], size: int) -> float:
 
 
 def best_class(
-    groups: Sequence[Mapping[int, float]], judged: Sequence[int] = _JUDGED
+    groups: Sequence[Mapping[int, float]], judged: Sequence[int] = JUDGED
 ) -> RowTiles:
     """Choose among classes (tile size -> seconds) the one that costs least overall.
 

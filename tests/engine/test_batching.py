@@ -18,6 +18,7 @@ from pcr_core import (
     Document,
     EngineClosedError,
     ModelError,
+    QueueFullError,
     RequestError,
     SamplingParams,
 )
@@ -464,6 +465,51 @@ def test_what_was_forgotten_is_not_stored_with_an_answer(make_engine: Any) -> No
     found = on_engine_thread(engine, lambda: engine._loop.tiers.match(keys))
     assert "dram" not in found
     assert "ssd" not in found
+
+
+def test_what_is_forgotten_while_it_runs_is_not_stored(make_engine: Any) -> None:
+    engine = make_engine(store_answers=True, chunk_tokens=16)
+    document = Document("a", "x" * 60)
+    completion = engine.submit(
+        f"look: {document.text}", SamplingParams(max_tokens=40), documents=[document]
+    )
+    completion.subscribe(lambda: engine.forget("a"))
+    tokens = [
+        *engine.encode(f"look: {document.text}"),
+        *completion.result(60).token_ids,
+    ]
+    assert not on_engine_thread(engine, engine._loop._answers.waiting)
+    keys = engine._loop.tiers.keys_of(tokens)
+    found = on_engine_thread(engine, lambda: engine._loop.tiers.match(keys))
+    assert set(found) == {"none"}
+
+
+def test_a_full_queue_counts_those_that_wait(make_engine: Any, hold: Any) -> None:
+    engine = make_engine(max_queue=4)
+    with hold(engine):
+        several = engine.submit([1, 2], SamplingParams(n=4, max_tokens=2))
+        with pytest.raises(QueueFullError):
+            engine.submit([1, 2])
+    assert len(several.result(60).answers) == 4
+    assert engine._door._waiting == 0
+    with hold(engine):
+        for _ in range(4):
+            engine.submit([1, 2])
+
+
+def test_a_request_that_cannot_begin_fails_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ValueError("a processor")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "Sampler", broken)
+        failed = bench.request()
+        bench.loop.step()
+    with pytest.raises(ModelError, match="a processor"):
+        failed.completion.result(0)
+    assert len(bench.finish(bench.request()).token_ids) == 4
 
 
 def test_generate_orders_a_batch_and_keeps_the_callers_order(make_engine: Any) -> None:
