@@ -110,6 +110,13 @@ class CancelledError(RequestError):
     """The request was cancelled before it finished."""
 
 
+class DeadlineExceededError(RequestError):
+    """The request's deadline came before its answer; give it more time, or submit less.
+
+    What was generated until then was streamed; no result is kept.
+    """
+
+
 class EngineClosedError(PcrError):
     """The engine is closed, or its thread died; the cause is chained."""
 

@@ -7,11 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pcr_core.documents import DocumentSpan
-from pcr_core.errors import CancelledError
+from pcr_core.errors import CancelledError, DeadlineExceededError
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.sampling_params import SamplingParams
 from pcr_core.timeline.interval import Interval
@@ -92,6 +92,7 @@ class Result:
             likely tokens, likeliest first, with their log-probabilities under the same
             distribution; or ``None`` when not asked for. The token chosen need not be
             among them.
+        others: With ``SamplingParams(n=...)``, the results of the other answers.
     """
 
     text: str
@@ -102,6 +103,12 @@ class Result:
     timing: Timing
     intervals: tuple[Interval, ...] = field(default=(), repr=False)
     top_logprobs: list[dict[int, float]] | None = field(default=None, repr=False)
+    others: tuple[Result, ...] = field(default=(), repr=False)
+
+    @property
+    def answers(self) -> tuple[Result, ...]:
+        """All answers to the prompt: this one and the others."""
+        return (replace(self, others=()), *self.others) if self.others else (self,)
 
     def timeline(self) -> Timeline:
         """Where the time went: figures, a drawing, a trace.
@@ -324,6 +331,10 @@ class Request:
         epoch: ``TierManager.epoch`` when it was submitted: what is forgotten later, it
             must not bring back.
         submitted: ``time.perf_counter()`` at submit.
+        priority: The higher, the sooner it runs.
+        deadline: When its answer is worth nothing any more, in seconds of
+            ``time.perf_counter``; ``None`` for never.
+        group: Requests of one group have the same prompt and share its prefill.
         owner: The engine, kept alive until the request is over.
     """
 
@@ -337,9 +348,30 @@ class Request:
     remembered: bool = True
     epoch: int = 0
     submitted: float = field(default_factory=time.perf_counter)
+    priority: int = 0
+    deadline: float | None = None
+    group: object = None
     owner: object = None
 
     def raise_if_cancelled(self) -> None:
         """Raise ``CancelledError`` once the caller has cancelled."""
         if self.completion.cancelled:
             raise CancelledError("the request was cancelled")
+
+    def is_late(self, now: float) -> bool:
+        """Whether its deadline has passed at ``now``."""
+        return self.deadline is not None and now >= self.deadline
+
+    def raise_if_unwanted(self, now: float) -> None:
+        """Raise if nobody waits for it any more.
+
+        Raises:
+            CancelledError: If the caller has cancelled.
+            DeadlineExceededError: If its deadline has passed.
+        """
+        self.raise_if_cancelled()
+        if self.is_late(now):
+            raise DeadlineExceededError(
+                "the deadline passed before the answer was complete; allow more time, "
+                "raise the priority, or ask for fewer tokens"
+            )

@@ -103,6 +103,8 @@ class SamplingParams(BaseModel):
         regex: The whole text matches this regular expression (Rust's syntax).
         choices: The text is one of these.
         grammar: The text follows this grammar in llguidance's variant of Lark.
+        n: Answers to generate, which share the prompt's prefill; see
+            ``Result.answers``. Each has a seed of its own, derived from ``seed``.
 
     At most one of ``json_schema``, ``regex``, ``choices`` and ``grammar``; they need
     the extra ``structured``. Where ``max_tokens`` or a stop string ends the text, it
@@ -133,6 +135,7 @@ class SamplingParams(BaseModel):
     regex: Annotated[str, Field(min_length=1)] | None = None
     choices: Choices | None = None
     grammar: Annotated[str, Field(min_length=1)] | None = None
+    n: Integer = Field(default=1, ge=1, le=64)
 
     def __init__(self, **fields: Any) -> None:
         try:

@@ -45,6 +45,12 @@ class PcrFields(BaseModel):
     overlap: str | None = None
     resident_rows: int | None = None
     threads: int | None = None
+    max_batch_size: int | None = None
+    max_prefill_tokens: int | None = None
+    row_bytes: int | str | None = None
+    order: str | None = None
+    max_overtakes: int | None = None
+    store_answers: bool | None = None
     max_queue: int | None = None
     eviction: str | None = None
     lookahead_window: int | str | None = None
@@ -74,6 +80,7 @@ class PcrFields(BaseModel):
     regex: str | None = None
     choices: list[str] | None = None
     grammar: str | None = None
+    n: int | None = None
 
     timeout: float | None = Field(default=None, gt=0)
     """Seconds to wait for a whole answer, or for the next piece of a stream."""
