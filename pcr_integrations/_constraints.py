@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from pcr_integrations._tools import ToolUse
 if TYPE_CHECKING:
     from pcr_core import Engine
     from pcr_integrations._options import CallOptions
+
+_log = logging.getLogger("pcr_integrations")
 
 _STYLE = {
     "lenient": True,
@@ -48,6 +51,11 @@ def constrained(engine: Engine, options: CallOptions) -> SamplingParams:
         asked = "a required tool call" if forced else "response_format"
         raise RequestError(f"{name} was given beside {asked}; pass one of them")
     if not engine.supports_constraints:
+        _log.info(
+            "the model is asked for %s, but not held to it: that needs the extra "
+            "'structured' and a fast tokenizer",
+            "a tool call" if forced else "JSON",
+        )
         return options.params
     if use is not None and forced:
         return _with(options.params, grammar=call_grammar(engine, use))

@@ -168,13 +168,18 @@ def test_llama_index_forces_a_required_tool(engine: Engine) -> None:
 # --- what is asked of the engine ---
 
 
-def test_without_the_extra_the_model_is_only_asked(make_engine: Any) -> None:
+def test_without_the_extra_the_model_is_only_asked(
+    make_engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="pcr_integrations")
     plain = make_engine(constraints=False)
     able = make_engine(constraints=True)
     asked: dict[str, Any] = {"tools": [PAINT], "tool_choice": "required"}
     form: dict[str, Any] = {"response_format": {"type": "json_object"}}
     for options in (asked, form):
+        caplog.clear()
         assert params_of(plain, **options).constraint is None
+        assert "structured" in caplog.text
         assert params_of(able, **options).constraint is not None
     for options in ({}, {"tools": [PAINT]}, {"tools": [PAINT], "tool_choice": "none"}):
         assert params_of(able, **options).constraint is None
