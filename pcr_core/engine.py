@@ -90,6 +90,7 @@ class Engine:
         self._runner = service.parts.runner
         self._namespace = service.parts.namespace
         self._overlap = service.parts.overlap
+        self._chunk_tokens = service.parts.chunk_tokens
         self._loop = service.parts.loop
         self._sampling = SamplingRules(self._loaded, self._encode_lock)
         self._end = partial(_end, self._door, self._thread, self._pid)
@@ -419,7 +420,7 @@ class Engine:
             tokens = self.encode(prompt, tools=tools)
         if len(tokens) >= self.context_window:
             raise PromptTooLongError(len(tokens), self.context_window)
-        keys = chunk_keys(self._namespace, tokens, self._config.chunk_tokens)
+        keys = chunk_keys(self._namespace, tokens, self._chunk_tokens)
         return Request(tokens, keys, SamplingParams(), spans=spans)
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -442,7 +443,7 @@ class Engine:
             device=str(loaded.device),
             dtype=str(loaded.dtype).removeprefix("torch."),
             threads=torch.get_num_threads(),
-            chunk_tokens=self._config.chunk_tokens,
+            chunk_tokens=self._chunk_tokens,
             prefill_cuts=self._runner.cuts.name,
             exact=self._runner.cuts.exact,
             namespace=self._namespace.name,

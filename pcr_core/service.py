@@ -147,6 +147,7 @@ class Parts:
     runner: Runner
     namespace: Namespace
     overlap: OverlapChoice
+    chunk_tokens: int
     loop: EngineLoop
 
 
@@ -181,7 +182,7 @@ def build(
     runner, namespace = prepared.runner, prepared.namespace
     layout = ChunkLayout(
         loaded.shapes,
-        config.chunk_tokens,
+        prepared.chunk_tokens,
         loaded.safetensors_dtype,
         loaded.dtype.itemsize,
     )
@@ -201,7 +202,9 @@ def build(
     ends = end_token_ids(loaded.model, loaded.tokenizer)
     record = recorder(config, layout, lifetimes)
     loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record)
-    return Parts(loaded, runner, namespace, prepared.overlap, loop)
+    return Parts(
+        loaded, runner, namespace, prepared.overlap, prepared.chunk_tokens, loop
+    )
 
 
 def tier_settings(config: EngineConfig, cuts: Cuts) -> TierSettings:
