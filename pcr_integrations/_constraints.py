@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from pcr_integrations._tools import ToolUse
 if TYPE_CHECKING:
     from pcr_core import Engine
     from pcr_integrations._options import CallOptions
+
+_log = logging.getLogger("pcr_integrations")
 
 _STYLE = {
     "lenient": True,
@@ -48,6 +51,11 @@ def constrained(engine: Engine, options: CallOptions) -> SamplingParams:
         asked = "a required tool call" if forced else "response_format"
         raise RequestError(f"{name} was given beside {asked}; pass one of them")
     if not engine.supports_constraints:
+        _log.info(
+            "the model is asked for %s, but not held to it: that needs the extra "
+            "'structured' and a fast tokenizer",
+            "a tool call" if forced else "JSON",
+        )
         return options.params
     if use is not None and forced:
         return _with(options.params, grammar=call_grammar(engine, use))
@@ -96,38 +104,38 @@ def call_grammar(engine: Engine, use: ToolUse) -> str:
     (then the prompt describes that form), and otherwise one bare JSON object, with
     ``parameters`` where the template says so, as Llama's. ``parse_reply`` reads them.
     """
-    opening, key, closing = _form(engine)
+    tags, key = _form(engine)
+    opening, closing = (_tag(engine, tag) for tag in ("<tool_call>", "</tool_call>"))
+    line = _quoted("\n")
     rules = []
     for index, tool in enumerate(use.tools):
         function = tool["function"]
-        head = f'{opening}{{"name": {json.dumps(function["name"])}, "{key}": '
+        head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
         schema = answer_schema(function.get("parameters") or _NO_ARGUMENTS)
-        rules.append(
-            f"call{index}: {_quoted(head)} args{index} {_quoted('}' + closing)}"
-        )
-        rules.append(f"args{index}: %json {json.dumps(schema)}")
+        body = f"{_quoted(head)} args{index} {_quoted('}')}"
+        if tags:
+            body = f"{opening} {line} {body} {line} {closing}"
+        rules += [f"call{index}: {body}", f"args{index}: %json {json.dumps(schema)}"]
     any_call = " | ".join(f"call{index}" for index in range(len(use.tools)))
-    more = f" ({_quoted(chr(10))} call)*" if use.parallel and closing else ""
-    rules.insert(0, f"start: call{more}")
-    rules.insert(1, f"call: {any_call}")
-    return "\n".join(rules)
+    more = f" ({line} call)*" if use.parallel and tags else ""
+    return "\n".join([f"start: call{more}", f"call: {any_call}", *rules])
 
 
-def _form(engine: Engine) -> tuple[str, str, str]:
-    """What stands before a call, the name of its arguments, what stands behind it."""
-    tags = "<tool_call>\n", "arguments", "\n</tool_call>"
-    if not engine.supports_tools:
-        return tags
+def _form(engine: Engine) -> tuple[bool, str]:
+    """Whether a call stands between tags, and the name of its arguments."""
     template = str(getattr(engine.tokenizer, "chat_template", None) or "")
-    special = getattr(engine.tokenizer, "all_special_tokens", ())
-    if (
-        "<tool_call>" in template
-        and "<function=" not in template
-        and "<tool_call>" not in special
-    ):
-        return tags
+    if "<tool_call>" not in getattr(engine.tokenizer, "all_special_tokens", ()):
+        hermes = "<tool_call>" in template and "<function=" not in template
+        if hermes or not engine.supports_tools:
+            return True, "arguments"
     parameters = '"parameters": ' in template and "[TOOL_CALLS]" not in template
-    return "", "parameters" if parameters else "arguments", ""
+    return False, "parameters" if parameters else "arguments"
+
+
+def _tag(engine: Engine, tag: str) -> str:
+    """A tag as the grammar names it: a token of its own, as Qwen's, or text."""
+    added = getattr(engine.tokenizer, "added_tokens_encoder", ())
+    return tag if tag in added else _quoted(tag)
 
 
 def _quoted(text: str) -> str:

@@ -168,12 +168,14 @@ class Grammars:
         return matcher
 
     def _refuse_special(self, choices: Sequence[str]) -> None:
-        """Text that looks like a special token would be read as that token."""
-        for special in getattr(self._tokenizer, "all_special_tokens", ()):
-            if any(special in choice for choice in choices):
+        """Text that looks like an added token would be read as that token."""
+        with self._reading:
+            added = getattr(self._tokenizer, "added_tokens_encoder", {})
+        for token in added:
+            if any(token in choice for choice in choices):
                 raise RequestError(
-                    f"choices contain {special!r}, which is a special token of this "
-                    "model and no text; leave it out"
+                    f"choices contain {token!r}, which is a special token of this "
+                    "model and no text; leave it out, or name it in a grammar"
                 )
 
     def _words(self) -> Any:

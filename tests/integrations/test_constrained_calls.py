@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
+import torch
 from langchain_core.messages import AIMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
+from transformers import AddedToken
 
 from pcr_core import Engine, EngineConfig, RequestError, SamplingParams
+from pcr_core.model.constraints import Grammars
+from pcr_core.model.sampling import Sampler
 from pcr_integrations._constraints import (
     answer_schema,
     call_grammar,
@@ -163,13 +168,18 @@ def test_llama_index_forces_a_required_tool(engine: Engine) -> None:
 # --- what is asked of the engine ---
 
 
-def test_without_the_extra_the_model_is_only_asked(make_engine: Any) -> None:
+def test_without_the_extra_the_model_is_only_asked(
+    make_engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="pcr_integrations")
     plain = make_engine(constraints=False)
     able = make_engine(constraints=True)
     asked: dict[str, Any] = {"tools": [PAINT], "tool_choice": "required"}
     form: dict[str, Any] = {"response_format": {"type": "json_object"}}
     for options in (asked, form):
+        caplog.clear()
         assert params_of(plain, **options).constraint is None
+        assert "structured" in caplog.text
         assert params_of(able, **options).constraint is not None
     for options in ({}, {"tools": [PAINT]}, {"tools": [PAINT], "tool_choice": "none"}):
         assert params_of(able, **options).constraint is None
@@ -294,6 +304,32 @@ def test_several_calls_only_where_they_are_welcome(tiny_tokenizer: Any) -> None:
         grammar = call_grammar(engine, use)
         assert _accepts(tiny_tokenizer, grammar, one)
         assert _accepts(tiny_tokenizer, grammar, f"{one}\n{one}") is parallel
+
+
+def test_tags_may_be_tokens_of_their_own(tiny_tokenizer: Any) -> None:
+    """As Qwen's: added to the vocabulary, shown as text."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tags = ["<tool_call>", "</tool_call>"]
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in tags])
+    tokenizer.chat_template = HERMES
+    engine: Any = Templated(HERMES, tokenizer)
+    engine.tokenizer = tokenizer
+    use = tool_use([WAIT], choice="any", parallel=False)
+    assert use is not None
+    text = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
+    assert len(tokenizer(text, add_special_tokens=False).input_ids) < len(text) - 20
+    grammar = call_grammar(engine, use)
+    assert _accepts(tokenizer, grammar, text)
+    grammars = Grammars(tokenizer, 264, [258])
+    params = SamplingParams(grammar=grammar)
+    sampler = Sampler(params, [1], [258], grammars.compile(params))
+    random = torch.Generator().manual_seed(1)
+    tokens: list[int] = []
+    while not sampler.complete:
+        tokens.append(sampler.choose(torch.randn(1, 264, generator=random)))
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == text
+    with pytest.raises(RequestError, match="special token"):
+        grammars.compile(SamplingParams(choices=["a <tool_call>"]))
 
 
 def test_objects_are_closed_unless_they_say_otherwise() -> None:
