@@ -41,7 +41,11 @@ def submit(
             prompt, params, **_given(tools=tools, documents=left)
         )
     known.count(len(documents), lost)
-    _tell_source(engine, prompt, tools, places)
+    try:
+        _tell_source(engine, prompt, tools, places)
+    except BaseException:  # such as a warning that the user has made an error
+        completion.cancel()
+        raise
     return completion
 
 
