@@ -14,34 +14,45 @@ if TYPE_CHECKING:
 
 
 def submit(
-    engine: Engine, prompt: Prompt, params: SamplingParams, tools: Tools | None = None
+    engine: Engine,
+    prompt: Prompt,
+    params: SamplingParams,
+    tools: Tools | None = None,
+    **options: Any,
 ) -> Completion:
     """Submit a prompt, naming the known documents in it.
 
     Documents change no token and no answer. One that the messages hold and the rendered
     prompt does not (a template may cut or rewrite) is left out and counted.
 
+    Args:
+        engine: The engine.
+        prompt: Text, or messages with ``role`` and ``content``.
+        params: How to sample.
+        tools: Tool schemas for the chat template.
+        options: Further keywords of ``Engine.submit``.
+
     Raises:
         PcrError: See ``Engine.submit``.
     """
-    known = registry()
+    known, given = registry(), {**options, **_given(tools=tools)}
     places = known.find(contents(prompt))
     if not places:
-        return engine.submit(prompt, params, **_given(tools=tools))
+        return engine.submit(prompt, params, **given)
     documents = documents_of(places)
     try:
-        completion = engine.submit(
-            prompt, params, **_given(tools=tools), documents=documents
-        )
+        completion = engine.submit(prompt, params, **given, documents=documents)
         lost = 0
     except DocumentNotFoundError as error:
         left = [one for one in documents if one not in error.documents]
         lost = len(documents) - len(left)
-        completion = engine.submit(
-            prompt, params, **_given(tools=tools, documents=left)
-        )
+        completion = engine.submit(prompt, params, **given, **_given(documents=left))
     known.count(len(documents), lost)
-    _tell_source(engine, prompt, tools, places)
+    try:
+        _tell_source(engine, prompt, tools, places)
+    except BaseException:  # such as a warning that the user has made an error
+        completion.cancel()
+        raise
     return completion
 
 

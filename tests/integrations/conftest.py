@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -262,6 +263,12 @@ def known_documents(monkeypatch: pytest.MonkeyPatch) -> DocumentRegistry:
     fresh = DocumentRegistry()
     monkeypatch.setattr("pcr_integrations.documents._registry._REGISTRY", fresh)
     return fresh
+
+
+@pytest.fixture(scope="session")
+def document_probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What engines measure of a model at their first start, for several modules."""
+    return tmp_path_factory.mktemp("document-probes")
 
 
 @pytest.hookimpl(tryfirst=True)
