@@ -59,6 +59,16 @@ def _budget(size: object) -> int | str:
     return budget
 
 
+def _chunk(tokens: object) -> int | str:
+    if tokens == "auto":
+        return "auto"
+    if isinstance(tokens, bool) or not isinstance(tokens, int):
+        raise ValueError(f"must be 'auto' or a number of tokens, not {tokens!r}")
+    if not 16 <= tokens <= 4096 or tokens % 16:
+        raise ValueError(f"must be a multiple of 16 from 16 to 4096, not {tokens}")
+    return tokens
+
+
 def _window(count: object) -> int | str:
     if count == "auto":
         return "auto"
@@ -71,6 +81,7 @@ Integer = Annotated[int, BeforeValidator(_not_bool)]
 Real = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
 ByteSize = Annotated[int, BeforeValidator(parse_bytes)]
 Budget = Annotated[int | Literal["auto"], BeforeValidator(_budget)]
+ChunkTokens = Annotated[int | Literal["auto"], BeforeValidator(_chunk)]
 Window = Annotated[int | Literal["auto"], BeforeValidator(_window)]
 
 
@@ -102,12 +113,15 @@ class EngineConfig(BaseModel):
             ``"auto"``: a quarter of the memory that is left when the engine starts,
             control group limits respected; 64 MiB to 4 GiB.
         ssd_bytes: Hard budget of the SSD tier; 0 turns that tier off.
-        chunk_tokens: Tokens per KV chunk; a multiple of 16.
+        chunk_tokens: Tokens per KV chunk, a multiple of 16: a prompt's last, partial
+            chunk is computed again. ``"auto"``: 32 on a CPU, 256 on a GPU and wherever
+            ``exact=True`` needs one forward per chunk.
         exact: ``True``: reuse never changes a bit of the result. ``False``: it may by
             rounding, and is not bound to whole chunks. ``None``: exact wherever the
             start-up probe finds it nearly free.
         device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
-        dtype: ``"auto"`` takes what the checkpoint was saved in.
+        dtype: ``"auto"`` takes what the checkpoint was saved in; on a CPU that has no
+            matrix products of it, float32, if there is memory for that.
         overlap: Which copies of KV run beside the model's compute: ``"up"`` loads into
             the device, ``"down"`` offloads from it, ``"both"``, ``"none"``. ``"auto"``
             tries them at the first start and takes the fastest.
@@ -165,7 +179,7 @@ class EngineConfig(BaseModel):
     cache_dir: Path = Path("~/.cache/pcr")
     dram_bytes: Budget = "auto"
     ssd_bytes: ByteSize = 20 * 1024**3
-    chunk_tokens: Integer = Field(default=128, ge=16, le=4096, multiple_of=16)
+    chunk_tokens: ChunkTokens = "auto"
     exact: bool | None = None
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

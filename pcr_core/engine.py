@@ -94,6 +94,7 @@ class Engine:
         self._runner = service.parts.runner
         self._namespace = service.parts.namespace
         self._overlap = service.parts.overlap
+        self._chunk_tokens = service.parts.chunk_tokens
         self._loop = service.parts.loop
         self._end = partial(_end, self._door, self._thread, self._pid)
         atexit.register(self._end)
@@ -421,7 +422,7 @@ class Engine:
             tokens = self.encode(prompt, tools=tools)
         if len(tokens) >= self.context_window:
             raise PromptTooLongError(len(tokens), self.context_window)
-        keys = chunk_keys(self._namespace, tokens, self._config.chunk_tokens)
+        keys = chunk_keys(self._namespace, tokens, self._chunk_tokens)
         return Request(tokens, keys, SamplingParams(), spans=spans)
 
     def _prepare(
@@ -483,7 +484,7 @@ class Engine:
             device=str(loaded.device),
             dtype=str(loaded.dtype).removeprefix("torch."),
             threads=torch.get_num_threads(),
-            chunk_tokens=self._config.chunk_tokens,
+            chunk_tokens=self._chunk_tokens,
             prefill_cuts=self._runner.cuts.name,
             exact=self._runner.cuts.exact,
             namespace=self._namespace.name,

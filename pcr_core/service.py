@@ -150,6 +150,7 @@ class Parts:
     runner: Runner
     namespace: Namespace
     overlap: OverlapChoice
+    chunk_tokens: int
     loop: EngineLoop
 
 
@@ -184,7 +185,7 @@ def build(
     runner, namespace = prepared.runner, prepared.namespace
     layout = ChunkLayout(
         loaded.shapes,
-        config.chunk_tokens,
+        prepared.chunk_tokens,
         loaded.safetensors_dtype,
         loaded.dtype.itemsize,
     )
@@ -211,7 +212,9 @@ def build(
         store_answers=config.store_answers,
     )
     loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record, batching)
-    return Parts(loaded, runner, namespace, prepared.overlap, loop)
+    return Parts(
+        loaded, runner, namespace, prepared.overlap, prepared.chunk_tokens, loop
+    )
 
 
 def tier_settings(config: EngineConfig, cuts: Cuts) -> TierSettings:

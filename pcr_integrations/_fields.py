@@ -38,7 +38,7 @@ class PcrFields(BaseModel):
     cache_dir: str | Path | None = None
     dram_bytes: int | str | None = None
     ssd_bytes: int | str | None = None
-    chunk_tokens: int | None = None
+    chunk_tokens: int | str | None = None
     exact: bool | None = None
     device: str | None = None
     dtype: str | None = None

@@ -231,7 +231,7 @@ def parse() -> Any:
     parser = arguments((__doc__ or "").splitlines()[0])
     parser.set_defaults(dtypes=["bfloat16"])
     parser.add_argument("--systems", nargs="+", choices=STARTERS, default=[*STARTERS])
-    parser.add_argument("--chunk-tokens", type=int, default=128, help="of our engine")
+    parser.add_argument("--chunk-tokens", type=int, default=32, help="of our engine")
     parser.add_argument("--stream", action="store_true", help="also the stream")
     parser.add_argument("--requests", type=int, default=100, help="of the stream")
     parser.add_argument("--resume", action="store_true", help="add to --json FILE")

@@ -149,7 +149,7 @@ def rows_of(dtype: str, found: dict[str, Any]) -> list[list[str]]:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--chunk-tokens", type=int, default=128)
+    parser.add_argument("--chunk-tokens", type=int, default=32)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     about = print_machine()

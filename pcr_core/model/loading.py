@@ -12,6 +12,7 @@ from pcr_core.config import EngineConfig
 from pcr_core.errors import ConfigError, ModelError, UnsupportedModelError
 from pcr_core.index.chunk import LayerShape
 from pcr_core.model._compat import dequantize_options
+from pcr_core.model.cpu_dtype import suited_to_cpu
 
 _DTYPES = {
     torch.float32: "F32",
@@ -106,6 +107,8 @@ def _from_pretrained(config: EngineConfig, tokenizer: Any) -> tuple[str, Any, An
         ) from error
     _refuse_foreign_tokenizer(model, tokenizer)
     model = torch.nn.Module.to(model, device)
+    if config.dtype == "auto" and torch.device(device).type == "cpu":
+        model = suited_to_cpu(model)
     return str(config.model or source), model, tokenizer
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from pcr_core.model.cpu_dtype import has_products
+
 _HINT_ROWS = 64  # the row count oneDNN plans the packed layout for
 
 
@@ -15,9 +17,7 @@ def supports(dtype: torch.dtype) -> bool:
     """Whether this machine has a packed kernel for ``dtype``."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
-    return dtype is torch.float32
+    return dtype in (torch.float32, torch.bfloat16) and has_products(dtype)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

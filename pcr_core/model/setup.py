@@ -31,6 +31,8 @@ from pcr_core.model.streams import streams_opened
 
 _IN_USE = "_pcr_engine_in_use"
 _PART = 8
+SMALL_CHUNK = 32
+LARGE_CHUNK = 256
 _MOST_HOST_BYTES = 2**30
 """On a CPU, where the DRAM tier holds the same KV once more."""
 
@@ -43,11 +45,13 @@ class Prepared:
         runner: Runs it.
         namespace: Of the KV it computes.
         overlap: Which copies run beside it.
+        chunk_tokens: Tokens per chunk.
     """
 
     runner: Runner
     namespace: Namespace
     overlap: OverlapChoice
+    chunk_tokens: int
 
 
 @contextmanager
@@ -71,7 +75,7 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
         )
         verdict = probe.read_verdict(path)
         if verdict is None:
-            verdict = _probe(loaded, config.chunk_tokens, path)
+            verdict = _probe(loaded, chunk_tokens_for(config, loaded.device), path)
         attention = KvAttention(verdict.attention)
         with (
             attention_installed(loaded.model, attention),
@@ -80,13 +84,14 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
             ExitStack() as lifetimes,
         ):
             cuts = choose_cuts(config, exact_is_free=verdict.shape_independent)
-            overlap = _overlap(loaded, config, cuts)
+            chunk_tokens = chunk_tokens_for(config, loaded.device, cuts)
+            overlap = _overlap(loaded, config, cuts, chunk_tokens)
             streams = lifetimes.enter_context(
                 streams_opened(loaded.device, overlap.mode)
             )
             runner = Runner(
                 loaded,
-                config.chunk_tokens,
+                chunk_tokens,
                 cuts,
                 streams,
                 resident_rows=config.resident_rows,
@@ -95,13 +100,13 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
                 row_bytes=row_budget(config, loaded.device),
             )
             fields += [
-                ("chunk", str(config.chunk_tokens).encode()),
+                ("chunk", str(chunk_tokens).encode()),
                 ("cuts", cuts.name.encode()),
                 ("tenant", config.namespace.encode()),
                 ("kv", probe.identity_digest(runner, loaded)),
             ]
             runner.make_ready()
-            yield Prepared(runner, Namespace.of(fields), overlap)
+            yield Prepared(runner, Namespace.of(fields), overlap, chunk_tokens)
     finally:
         loaded.model.train(training)
         delattr(loaded.model, _IN_USE)
@@ -125,13 +130,15 @@ def row_budget(config: EngineConfig, device: torch.device) -> float:
     return max(READY_BYTES, available_bytes() // 4)
 
 
-def _overlap(loaded: LoadedModel, config: EngineConfig, cuts: Cuts) -> OverlapChoice:
+def _overlap(
+    loaded: LoadedModel, config: EngineConfig, cuts: Cuts, chunk_tokens: int
+) -> OverlapChoice:
     if loaded.device.type not in ("cpu", "cuda"):
         return OverlapChoice("none")  # no copy streams of its own
     if config.overlap != "auto":
         return OverlapChoice(config.overlap)
     folder = config.cache_path / "probes"
-    return choose_overlap(loaded, config.chunk_tokens, cuts, folder)
+    return choose_overlap(loaded, chunk_tokens, cuts, folder)
 
 
 def choose_cuts(config: EngineConfig, *, exact_is_free: bool) -> Cuts:
@@ -140,7 +147,24 @@ def choose_cuts(config: EngineConfig, *, exact_is_free: bool) -> Cuts:
         return free()
     if exact_is_free:
         return shape_independent()
-    return grid(config.chunk_tokens) if config.exact else free()
+    if not config.exact:
+        return free()
+    return grid(LARGE_CHUNK if config.chunk_tokens == "auto" else config.chunk_tokens)
+
+
+def chunk_tokens_for(
+    config: EngineConfig, device: torch.device, cuts: Cuts | None = None
+) -> int:
+    """Tokens per chunk: what was asked for, or what suits device and cuts.
+
+    On a CPU a hit costs what it computes again. On a GPU a chunk is a copy per layer,
+    and small copies leave the bus idle; on the grid it is a forward.
+    """
+    if config.chunk_tokens != "auto":
+        return config.chunk_tokens
+    if cuts is not None and cuts.step is not None:
+        return cuts.step
+    return SMALL_CHUNK if device.type == "cpu" else LARGE_CHUNK
 
 
 def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:

@@ -104,6 +104,32 @@ def is_reading(engine: Engine) -> bool:
 
 
 @contextmanager
+def paused(engine: Engine, running: Callable[[], Completion]) -> Iterator[Completion]:
+    """A request whose engine waits after its first token until the block ends.
+
+    Args:
+        engine: Is to run it.
+        running: Submits it. The listener is there before anything happens: one that
+            subscribes to a request under way may come too late to pause anything.
+    """
+    subscribed, entered, gate = (threading.Event() for _ in range(3))
+
+    def pause() -> None:
+        entered.set()
+        assert gate.wait(_PATIENCE), "the block has not ended"
+
+    engine._door.call(lambda: subscribed.wait(_PATIENCE))
+    completion = running()
+    completion.subscribe(pause)
+    subscribed.set()
+    assert entered.wait(_PATIENCE), "the request has not begun"
+    try:
+        yield completion
+    finally:
+        gate.set()
+
+
+@contextmanager
 def busy(engine: Engine, prompts: Sequence[Any] = ()) -> Iterator[list[Completion]]:
     """A request is running, with these behind it, until the block ends."""
     submitted, entered, gate = (threading.Event() for _ in range(3))

@@ -8,13 +8,21 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from pcr_core import CancelledError, Document, Engine, ModelError, SamplingParams
+from pcr_core import (
+    CancelledError,
+    Completion,
+    Document,
+    Engine,
+    ModelError,
+    SamplingParams,
+)
 from pcr_core.model.runner import Runner
 from tests.engine.kit import (
     GREEDY,
@@ -22,6 +30,7 @@ from tests.engine.kit import (
     ask,
     fresh,
     on_engine_thread,
+    paused,
     slots_for,
     states,
     until,
@@ -232,13 +241,15 @@ def test_a_document_that_no_chunk_holds(make: Make) -> None:
 
 def test_forgotten_while_the_request_that_holds_it_runs(make: Make) -> None:
     engine, prompt = make(), rag("who?", Q.text)
-    begun: list[bool] = []
     long = GREEDY.model_copy(update={"max_tokens": 300, "min_tokens": 300})
-    running = engine.submit(prompt, long, documents=[Q])
-    running.subscribe(lambda: begun.append(True))
-    until(lambda: bool(begun), "the first token")
-    engine.forget(Q.id)
-    assert not running.done
+
+    def submit() -> Completion:
+        return engine.submit(prompt, long, documents=[Q])
+
+    with ThreadPoolExecutor(1) as pool, paused(engine, submit) as running:
+        forgetting = pool.submit(engine.forget, Q.id)
+        until(lambda: bool(engine._door._calls), "the call")
+    assert forgetting.result(60)
     assert len(running.result(60).token_ids) == 300
     assert held(engine) == []
     assert is_clean(engine)
@@ -264,12 +275,9 @@ def test_requests_that_waited_leave_no_row(make: Make, hold: Any) -> None:
 
 def test_a_cancelled_request_leaves_nothing(make: Make) -> None:
     engine = make(ssd_bytes=0)
-    begun: list[bool] = []
     long = SamplingParams(max_tokens=400, min_tokens=400)
-    running = engine.submit(fresh(80), long)
-    running.subscribe(lambda: begun.append(True))
-    until(lambda: bool(begun), "the first token")
-    running.cancel()
+    with paused(engine, lambda: engine.submit(fresh(80), long)) as running:
+        running.cancel()
     with pytest.raises(CancelledError):
         running.result(60)
     assert held(engine) == []

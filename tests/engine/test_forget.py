@@ -8,13 +8,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pcr_core import Document, Engine, ForgetReceipt, RequestError, StoreError
+from pcr_core import (
+    Completion,
+    Document,
+    Engine,
+    ForgetReceipt,
+    RequestError,
+    StoreError,
+)
 from pcr_core.explain.history import PromptHistory
 from pcr_core.tiers.store.chunk_index import ChunkIndex, IndexTroubleError
 from tests.engine.kit import (
@@ -22,10 +31,11 @@ from tests.engine.kit import (
     Reads,
     answer,
     ask,
-    fresh,
+    busy,
     gated_reads,
     keys_of,
     on_engine_thread,
+    paused,
     states,
     stored_tokens,
     until,
@@ -36,6 +46,12 @@ SYSTEM = "answer from the documents, in one short sentence, and say which it was
 Q, Z, K = (Document(letter.lower(), letter * 50) for letter in "QZK")
 
 reads = pytest.fixture(gated_reads)
+
+
+@pytest.fixture
+def make_engine(make_engine: Any) -> Any:
+    """With rows at rest, as by default: they have to forget, too."""
+    return partial(make_engine, resident_rows=2)
 
 
 def rag(*documents: Document, question: str = "who?", system: str = SYSTEM) -> str:
@@ -87,6 +103,11 @@ class Trail:
                 f"prompt of {len(past)} tokens"
                 for past in history._by_age.values()
                 if self._token in past.tokens
+            ]
+            found += [
+                f"row of {len(row.tokens)} tokens"
+                for row in engine._runner._rows._resting
+                if self._token in row.tokens
             ]
             return found
 
@@ -238,7 +259,7 @@ def test_requests_that_wait_do_not_bring_it_back(
     assert [answer(one.result(60)) for one in waiting] == expected
     trail.assert_gone(tmp_path, engine)
     assert receipts[0].keys
-    assert put(engine, Z, K).usage.cached_tokens == 5 * 32, "the rest was stored"
+    assert put(engine, Z, K).usage.cached_tokens >= 5 * 32, "the rest was stored"
     engine.close()
     again = make_engine()
     assert again.forget(Q.id).keys == ()
@@ -250,20 +271,11 @@ def test_a_request_that_waits_behind_another(
 ) -> None:
     """The document is known to nobody yet: its first request has not begun."""
     engine = make_engine()
-    entered, gate = threading.Event(), threading.Event()
-
-    def pause() -> None:
-        entered.set()
-        assert gate.wait(60)
-
-    running = engine.submit(fresh(40), GREEDY)
-    running.subscribe(pause)
-    assert entered.wait(60)
-    waiting = engine.submit(rag(Z, Q), GREEDY, documents=[Z, Q])
-    caller = threading.Thread(target=engine.forget, args=[Q.id])
-    caller.start()
-    until(lambda: bool(engine._door._calls), "the call")
-    gate.set()
+    with busy(engine):
+        waiting = engine.submit(rag(Z, Q), GREEDY, documents=[Z, Q])
+        caller = threading.Thread(target=engine.forget, args=[Q.id])
+        caller.start()
+        until(lambda: bool(engine._door._calls), "the call")
     caller.join(60)
     assert waiting.result(60).token_ids
     trail.assert_gone(tmp_path, engine)
@@ -272,14 +284,15 @@ def test_a_request_that_waits_behind_another(
 
 def test_while_one_is_running(make_engine: Any, trail: Trail, tmp_path: Path) -> None:
     engine = make_engine()
-    started = threading.Event()
     long = GREEDY.model_copy(update={"max_tokens": 300, "min_tokens": 300})
-    running = engine.submit(rag(Z, Q), long, documents=[Z, Q])
-    running.subscribe(started.set)
-    assert started.wait(60)
-    receipt = engine.forget(Q.id)
-    assert not running.done
-    assert receipt.dram_chunks > 0
+
+    def submit() -> Completion:
+        return engine.submit(rag(Z, Q), long, documents=[Z, Q])
+
+    with ThreadPoolExecutor(1) as pool, paused(engine, submit) as running:
+        forgetting = pool.submit(engine.forget, Q.id)
+        until(lambda: bool(engine._door._calls), "the call")
+    assert forgetting.result(60).dram_chunks > 0
     trail.assert_gone(tmp_path, engine)
     running.cancel()
 
