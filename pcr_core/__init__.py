@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pcr_core.config import EngineConfig
+    from pcr_core.document_use import DocumentTotals, DocumentUse
     from pcr_core.documents import Document, ForgetReceipt
     from pcr_core.engine import Engine
     from pcr_core.errors import (
@@ -42,6 +43,8 @@ _HOMES = {
     "EngineConfig": "config",
     "CacheStats": "stats",
     "Document": "documents",
+    "DocumentTotals": "document_use",
+    "DocumentUse": "document_use",
     "ForgetReceipt": "documents",
     "Decisions": "stats",
     "EngineStats": "stats",
@@ -76,6 +79,8 @@ __all__ = [
     "Decisions",
     "Document",
     "DocumentNotFoundError",
+    "DocumentTotals",
+    "DocumentUse",
     "Engine",
     "EngineClosedError",
     "EngineConfig",

@@ -123,7 +123,8 @@ class Engine:
                 is ``None``, to the model's generation config (see ``resolve``).
             tools: Tool schemas for the chat template.
             documents: Documents that the prompt contains, so that ``explain`` can name
-                them and ``forget`` can remove them. They change nothing else.
+                them, ``forget`` can remove them, and ``Result.documents`` tells how
+                much of each was cached. They change nothing else.
             priority: Requests of a higher one run first, but overtake none more than
                 ``max_overtakes`` times.
             deadline: Seconds from now after which the answer is worth nothing any
@@ -529,6 +530,7 @@ class Engine:
             working_bytes=self._runner.buffer_bytes,
             decisions=loop.tiers.decisions(loaded.context_window),
             cache=loop.tiers.snapshot(),
+            documents=loop.documents,
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
+from pcr_core.document_use import DocumentTally, DocumentTotals, DocumentUse
 from pcr_core.documents import DocumentSpan, ForgetReceipt, head_chunk
 from pcr_core.errors import StoreError
 from pcr_core.explain.history import (
@@ -53,6 +54,12 @@ class Ledger:
         self._tiers = tiers
         self._forget_rows = forget_rows
         self._history = PromptHistory()
+        self._tally = DocumentTally()
+
+    @property
+    def documents(self) -> tuple[DocumentTotals, ...]:
+        """What finished requests have reused of each document, the latest first."""
+        return self._tally.totals()
 
     def admit(self, request: Request) -> None:
         """Apply to a request what was forgotten on its way from the caller's thread."""
@@ -65,6 +72,17 @@ class Ledger:
         self._tiers.register(self._heads(request))
         if request.remembered:
             self._history.add(request.tokens, request.spans)
+
+    def count(self, request: Request, uses: Iterable[DocumentUse]) -> None:
+        """Add up what a finished request has reused of its documents.
+
+        Not of one from whose prompt something was forgotten meanwhile: it would bring
+        the document's name back.
+        """
+        if request.remembered:
+            digests = {span.document: span.digest for span in request.spans}
+            for use in uses:
+                self._tally.add(digests[use.id], use)
 
     def lookup(self, request: Request, must_compute: int, resident: int) -> Lookup:
         """All that is known about a prompt. Changes nothing.
@@ -108,6 +126,7 @@ class Ledger:
         """
         removed = self._tiers.catch_up()
         if removed is not None:
+            self._tally.forget_where(removed.names)
             self._strike(removed, waiting)
 
     def begin_forget(self, document: bytes, waiting: Sequence[Request]) -> Removal:
@@ -160,6 +179,7 @@ class Ledger:
     def _carry_out(self, removal: Removal, waiting: Sequence[Request]) -> None:
         removed = self._tiers.end_forget(removal.job)
         removal.dram.update(removed.dram)
+        self._tally.forget_where(removed.names)
         removal.prompts += self._strike(removed, waiting)
 
     def _strike(self, removed: Removed, waiting: Iterable[Request]) -> int:

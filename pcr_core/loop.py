@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pcr_core.answer_store import AnswerStore
+from pcr_core.document_use import DocumentTotals
 from pcr_core.documents import ForgetReceipt
 from pcr_core.errors import (
     CancelledError,
@@ -122,6 +123,11 @@ class EngineLoop:
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._scheduler)
+
+    @property
+    def documents(self) -> tuple[DocumentTotals, ...]:
+        """What finished requests have reused of each document, the latest first."""
+        return self._ledger.documents
 
     def add(self, request: Request) -> None:
         """Enqueue a request."""
@@ -388,6 +394,7 @@ class EngineLoop:
             self._let_go(request)
             self.finished += 1
             self._record(request, len(result.token_ids))
+            self._ledger.count(request, result.documents)
             if self._batching.store_answers:
                 self._answers.add(request, result.token_ids)
             request.completion.finish(result)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pcr_core.document_use import DocumentUse
 from pcr_core.documents import DocumentSpan
 from pcr_core.errors import CancelledError, DeadlineExceededError
 from pcr_core.index.chunk import ChunkKey
@@ -92,6 +93,8 @@ class Result:
             likely tokens, likeliest first, with their log-probabilities under the same
             distribution; or ``None`` when not asked for. The token chosen need not be
             among them.
+        documents: How much of each document named with the request was cached, in the
+            order in which they stand in the prompt.
         others: With ``SamplingParams(n=...)``, the results of the other answers.
     """
 
@@ -103,6 +106,7 @@ class Result:
     timing: Timing
     intervals: tuple[Interval, ...] = field(default=(), repr=False)
     top_logprobs: list[dict[int, float]] | None = field(default=None, repr=False)
+    documents: tuple[DocumentUse, ...] = field(default=(), repr=False)
     others: tuple[Result, ...] = field(default=(), repr=False)
 
     @property

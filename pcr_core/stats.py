@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+from pcr_core.document_use import DocumentTotals
 from pcr_core.table import as_html, as_text
 
 
@@ -322,6 +323,9 @@ class EngineStats:
             running requests, and of finished ones that keep theirs.
         decisions: What steers the tiers now.
         cache: Counters of the tiers.
+        documents: What finished requests have reused of each document named with them,
+            the one used last first; the latest 1024 documents. What ``forget`` was
+            told of is not among them.
     """
 
     model: str
@@ -345,6 +349,7 @@ class EngineStats:
     working_bytes: int
     decisions: Decisions
     cache: CacheStats
+    documents: tuple[DocumentTotals, ...] = ()
 
     def __str__(self) -> str:
         return as_text(self.rows())
@@ -373,7 +378,16 @@ class EngineStats:
             ),
             *self.decisions.rows(),
             *self.cache.rows(),
+            *self._documents(),
         ]
+
+    def _documents(self) -> list[tuple[str, str]]:
+        if not self.documents:
+            return []
+        tokens = sum(one.tokens for one in self.documents)
+        cached = sum(one.cached_tokens for one in self.documents)
+        named = f"{len(self.documents)} named; {cached} of their {tokens} tokens"
+        return [("documents", f"{named} reused ({cached / tokens:.0%})")]
 
     def _overlap_text(self) -> str:
         ratios = ", ".join(f"{k} {v:.2f}" for k, v in self.overlap_ratios.items())

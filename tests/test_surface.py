@@ -19,6 +19,8 @@ NAMES = {
     "Decisions",
     "Document",
     "DocumentNotFoundError",
+    "DocumentTotals",
+    "DocumentUse",
     "Engine",
     "EngineClosedError",
     "EngineConfig",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pcr_core.document_use import DocumentUse, TokenRange, document_uses
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.key_blocks import KEY_BLOCK
 from pcr_core.model.prefill import Forward, Prefill
@@ -51,6 +52,7 @@ class Generation:
         self._started = time.perf_counter()
         self._loaded = self._first = self._started
         self._usage = Usage(len(request.tokens), 0, {})
+        self._computed: Sequence[TokenRange] = ()
         self._finish: FinishReason | None = None
         self._began = self._started
         self._heads: Mapping[int, Any] = {}
@@ -148,6 +150,7 @@ class Generation:
             self._loaded = self._began + prefilled.waited
             cached = prefilled.cached({**dict.fromkeys(self._heads, "dram"), **tiers})
             self._usage = Usage(len(self.request.tokens), 0, cached)
+            self._computed = prefilled.computed
             self._logits = prefilled.logits
             self._accept_first()
         for forward in prefilled.forwards:
@@ -228,6 +231,7 @@ class Generation:
                 decode=now - self._first,
                 total=now - sent,
             ),
+            documents=self._documents(),
             intervals=tuple(
                 Interval(
                     one.lane, one.layer, one.start - sent, one.stop - sent, one.tokens
@@ -235,6 +239,13 @@ class Generation:
                 for one in self._intervals
             ),
         )
+
+    def _documents(self) -> tuple[DocumentUse, ...]:
+        places: dict[str, list[TokenRange]] = {}
+        for span in self.request.spans:
+            tokens = span.first_token, span.stop_token
+            places.setdefault(span.document, []).append(tokens)
+        return document_uses(places, self._computed)
 
     def close(self) -> None:
         """Give the row back; others may go on from it, if all went well."""
