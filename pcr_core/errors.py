@@ -11,6 +11,7 @@
     │   ├── PromptTooLongError        longer than the context window
     │   ├── DocumentNotFoundError     a document named is not in the prompt
     │   ├── QueueFullError            too many requests are waiting
+    │   ├── DeadlineExceededError     its deadline passed
     │   └── CancelledError            somebody called ``cancel()``
     └── EngineClosedError             the engine was closed, or its thread died
 

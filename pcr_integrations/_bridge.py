@@ -17,10 +17,11 @@ from collections.abc import (
     Awaitable,
     Callable,
     Generator,
+    Mapping,
     Sequence,
 )
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pcr_core import QueueFullError, RequestError
 from pcr_integrations._constraints import constrained
@@ -33,10 +34,10 @@ from pcr_integrations._tool_calls import (
     parse_reply,
 )
 from pcr_integrations._tools import ChatTurn, ask_for_format, tell_of_tools
-from pcr_integrations.documents._submit import submit
+from pcr_integrations.documents._submit import explain, submit
 
 if TYPE_CHECKING:
-    from pcr_core import Completion, Engine, Result, SamplingParams
+    from pcr_core import Completion, Engine, Explanation, Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +62,46 @@ class Call:
             PcrError: If the engine cannot be built or refuses the request.
         """
         engine, options = self.open_engine(), self.options
-        prompt = self.render(engine)
+        prompt, tools = self._prompt(engine)
         if isinstance(prompt, str):
-            completion = submit(engine, prompt, _for_text(options))
+            completion = submit(engine, prompt, options.params)
             return Running(engine, completion, options)
-        asked = ask_for_format(prompt, options.response_format)
-        turns, tools = tell_of_tools(engine, asked, options.tools)
         params = constrained(engine, options)
-        completion = submit(engine, turns, params, tools)
+        completion = submit(engine, prompt, params, tools)
 
         def parse() -> ParsedReply | None:
-            return template_reply(engine, completion.result().token_ids, turns, tools)
+            return template_reply(engine, completion.result().token_ids, prompt, tools)
 
         return Running(engine, completion, options, parse)
+
+    def explain(self) -> Explanation:
+        """Say what of its prompt would be reused, the known documents named.
+
+        Raises:
+            PcrError: As ``start``.
+        """
+        engine = self.open_engine()
+        prompt, tools = self._prompt(engine)
+        return explain(engine, prompt, tools)
+
+    def _prompt(
+        self, engine: Engine
+    ) -> tuple[str | list[ChatTurn], list[Mapping[str, Any]] | None]:
+        """What the engine is given: a text or turns, and tools for the template.
+
+        Raises:
+            RequestError: If a text is to have what only chat messages can have.
+        """
+        prompt, options = self.render(engine), self.options
+        if not isinstance(prompt, str):
+            asked = ask_for_format(prompt, options.response_format)
+            return tell_of_tools(engine, asked, options.tools)
+        if options.tools is not None or options.response_format is not None:
+            raise RequestError(
+                "tools and response_format need chat messages; a text prompt takes "
+                "neither"
+            )
+        return prompt, None
 
     async def astart(self) -> Running:
         """Submit it from a thread; a task cancelled meanwhile leaves nothing behind."""
@@ -252,19 +280,6 @@ class ReplyReader:
         # What was held back is the calls, unless the filter saw them itself.
         text = rest.text if rest.calls or rest.invalid else ""
         return replace(limited(own, self._use), text=text)
-
-
-def _for_text(options: CallOptions) -> SamplingParams:
-    """Return the sampling parameters of a call whose prompt is text.
-
-    Raises:
-        RequestError: If it asks for what only chat messages can have.
-    """
-    if options.tools is not None or options.response_format is not None:
-        raise RequestError(
-            "tools and response_format need chat messages; a text prompt takes neither"
-        )
-    return options.params
 
 
 class Batch:

@@ -6,7 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pcr_core import Engine, Result, Timing, Usage
+    from collections.abc import Iterable
+
+    from pcr_core import DocumentUse, Engine, Result, Timing, Usage
 
 
 def usage_record(usage: Usage) -> dict[str, Any]:
@@ -19,6 +21,11 @@ def usage_record(usage: Usage) -> dict[str, Any]:
         "cached_by_tier": dict(usage.cached_by_tier),
         "computed_tokens": usage.computed_tokens,
     }
+
+
+def document_records(documents: Iterable[DocumentUse]) -> list[dict[str, Any]]:
+    """Return id, tokens and cached tokens of each document named with a request."""
+    return [dataclasses.asdict(use) for use in documents]
 
 
 def timing_record(timing: Timing) -> dict[str, float]:

@@ -15,7 +15,12 @@ from langchain_core.messages.tool import (
 )
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
-from pcr_integrations._reports import logprob_records, timing_record, usage_record
+from pcr_integrations._reports import (
+    document_records,
+    logprob_records,
+    timing_record,
+    usage_record,
+)
 from pcr_integrations._tool_calls import ParsedReply
 
 if TYPE_CHECKING:
@@ -43,7 +48,7 @@ def usage_metadata(usage: Usage) -> UsageMetadata:
 def response_metadata(
     engine: Engine, result: Result, *, calls_tools: bool = False
 ) -> dict[str, Any]:
-    """Return model, finish reason and, under ``"pcr"``, every count and time."""
+    """Return model, finish reason and, under ``"pcr"``, counts, times, documents."""
     metadata: dict[str, Any] = {
         "model_name": engine.model_name,
         "model_provider": PROVIDER,
@@ -51,6 +56,7 @@ def response_metadata(
         "pcr": {
             "usage": usage_record(result.usage),
             "timing": timing_record(result.timing),
+            "documents": document_records(result.documents),
         },
     }
     logprobs = logprob_records(engine, result)

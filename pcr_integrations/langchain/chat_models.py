@@ -40,7 +40,7 @@ from pcr_integrations.langchain._structured import (
 from pcr_integrations.langchain._tool_specs import Tool, tool_specs
 
 if TYPE_CHECKING:
-    from pcr_core import Engine
+    from pcr_core import Engine, Explanation
 
 
 class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
@@ -89,7 +89,8 @@ class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
         >>> city.invoke("Where is the Louvre?")                     # doctest: +SKIP
         {'name': 'Paris'}
 
-    ``response_metadata["pcr"]`` has reuse by tier and the time to first token. Streams
+    ``response_metadata["pcr"]`` has reuse by tier and by document, and the time to
+    first token; ``explain`` says what would be reused of a prompt, and why. Streams
     end with one chunk that carries usage, metadata and tool calls.
 
     Tools go into the model's chat template; for a template without tools they are
@@ -261,6 +262,27 @@ class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
             return parsed(calling, tool_parser(schema), include_raw=include_raw)
         writing = self.bind(response_format=response_format(schema, method), **kwargs)
         return parsed(writing, json_parser(schema), include_raw=include_raw)
+
+    def explain(
+        self, input: LanguageModelInput, *, tools: Sequence[Tool] = (), **kwargs: Any
+    ) -> Explanation:
+        """Say what of a prompt would be reused from which tier, and why no more.
+
+        The prompt is the one that ``invoke`` would submit; the documents that retriever
+        wrappers have handed over are found in it and named. Runs nothing, changes
+        nothing, and fires no callbacks.
+
+        Args:
+            input: Text, messages or a prompt value.
+            tools: As for ``bind_tools``: a bound model's are not known here.
+            kwargs: Further call options.
+
+        Raises:
+            RequestError: As ``invoke``.
+        """
+        messages = self._convert_input(input).to_messages()
+        specs = {"tools": tool_specs(tools)} if tools else {}
+        return self._call(messages, None, {**specs, **kwargs}).explain()
 
     def get_token_ids(self, text: str) -> list[int]:
         """Tokenise with the model's tokenizer: no special tokens, no network."""

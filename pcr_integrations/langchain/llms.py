@@ -11,7 +11,11 @@ from langchain_core.callbacks import (
     AsyncCallbackManagerForLLMRun,
     CallbackManagerForLLMRun,
 )
-from langchain_core.language_models import BaseLLM, LangSmithParams
+from langchain_core.language_models import (
+    BaseLLM,
+    LangSmithParams,
+    LanguageModelInput,
+)
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from pcr_core import SamplingParams
@@ -23,7 +27,7 @@ from pcr_integrations.langchain._common import FRAMEWORK_KEYWORDS, LangChainFiel
 from pcr_integrations.langchain._replies import response_metadata
 
 if TYPE_CHECKING:
-    from pcr_core import Engine, Result
+    from pcr_core import Engine, Explanation, Result
 
 
 _CHANGE_ANSWERS = frozenset({"model", *SamplingParams.model_fields})
@@ -167,6 +171,22 @@ class PCRLLM(Batching[str], LangChainFields, BaseLLM):
                     await run_manager.on_llm_new_token(piece, chunk=chunk)
                 yield chunk
         yield _last_chunk(running)
+
+    def explain(self, input: LanguageModelInput, **kwargs: Any) -> Explanation:
+        """Say what of a prompt would be reused from which tier, and why no more.
+
+        Documents that retriever wrappers have handed over are named. Runs nothing,
+        changes nothing, and fires no callbacks.
+
+        Args:
+            input: Text, messages or a prompt value.
+            kwargs: Call options.
+
+        Raises:
+            RequestError: As ``invoke``.
+        """
+        (call,) = self._calls([self._convert_input(input).to_string()], None, kwargs)
+        return call.explain()
 
     def get_token_ids(self, text: str) -> list[int]:
         """Tokenise with the model's tokenizer: no special tokens, no network."""

@@ -15,7 +15,12 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from pcr_integrations._reports import logprob_records, timing_record, usage_record
+from pcr_integrations._reports import (
+    document_records,
+    logprob_records,
+    timing_record,
+    usage_record,
+)
 from pcr_integrations._tool_calls import ParsedReply
 from pcr_integrations.llama_index._messages import call_record
 
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
 def raw_record(
     engine: Engine, result: Result, *, calls_tools: bool = False
 ) -> dict[str, Any]:
-    """Return counts, times, finish reason and model as a record that json can write.
+    """Return counts, times, finish reason, model and documents, as json can write it.
 
     LlamaIndex' ``TokenCountingHandler`` reads ``usage``.
     """
@@ -35,6 +40,7 @@ def raw_record(
         "finish_reason": "tool_calls" if calls_tools else result.finish_reason,
         "usage": usage_record(result.usage),
         "timing": timing_record(result.timing),
+        "pcr": {"documents": document_records(result.documents)},
     }
     logprobs = logprob_records(engine, result)
     if logprobs is not None:

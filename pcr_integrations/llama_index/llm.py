@@ -45,7 +45,7 @@ from pcr_integrations.llama_index._turnstile import astart, start
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
 
-    from pcr_core import Engine
+    from pcr_core import Engine, Explanation
 
 
 class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
@@ -65,7 +65,8 @@ class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
             engines, not of direct calls of ``chat``.
 
     ``response.raw`` has ``usage`` (tokens, by tier where they were cached), ``timing``
-    (seconds), ``finish_reason`` and ``model``; a stream's last response has them.
+    (seconds), ``finish_reason``, ``model`` and ``pcr`` (reuse by document); a stream's
+    last response has them.
 
     Example:
         >>> llm = PCRLLM(max_tokens=32)                              # doctest: +SKIP
@@ -207,6 +208,32 @@ class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
         return await with_async_events(
             llm_completion_callback(), source, (self, prompt, formatted), kwargs
         )
+
+    # --- what would be reused ---
+
+    def explain(
+        self,
+        prompt: str | Sequence[ChatMessage],
+        formatted: bool = False,
+        **kwargs: Any,
+    ) -> Explanation:
+        """Say what of a prompt would be reused from which tier, and why no more.
+
+        The prompt is the one that ``complete`` or, for messages, ``chat`` would submit;
+        the documents that retriever and postprocessor wrappers have handed over are
+        found in it and named. Runs nothing, changes nothing, and fires no events.
+
+        Args:
+            prompt: Text, or messages.
+            formatted: See ``complete``; messages have no use for it.
+            kwargs: Call options.
+
+        Raises:
+            RequestError: As the call.
+        """
+        if isinstance(prompt, str):
+            return self._text_call(prompt, formatted, kwargs).explain()
+        return self._chat_call(prompt, kwargs).explain()
 
     # --- tools ---
 
