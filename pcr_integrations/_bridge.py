@@ -94,7 +94,7 @@ class Call:
         """
         prompt, options = self.render(engine), self.options
         if not isinstance(prompt, str):
-            asked = ask_for_format(prompt, options.response_format)
+            asked = ask_for_format(prompt, options.response_format, options.tools)
             return tell_of_tools(engine, asked, options.tools)
         if options.tools is not None or options.response_format is not None:
             raise RequestError(

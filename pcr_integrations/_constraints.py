@@ -36,8 +36,9 @@ _NO_ARGUMENTS: Mapping[str, Any] = {
 def constrained(engine: Engine, options: CallOptions) -> SamplingParams:
     """Return the call's sampling parameters, held to the form it asks for.
 
-    A required tool call is held to the tools' schemas, ``response_format`` to its own.
-    An engine that cannot constrain decoding is only asked, in the prompt.
+    A required tool call is held to the tools' schemas, ``response_format`` to its own;
+    where tools are offered beside it, the text is one or the other. An engine that
+    cannot constrain decoding is only asked, in the prompt.
 
     Raises:
         RequestError: If the call has a constraint of its own beside such a form.
@@ -60,7 +61,10 @@ def constrained(engine: Engine, options: CallOptions) -> SamplingParams:
     if use is not None and forced:
         return _with(options.params, grammar=call_grammar(engine, use))
     assert form is not None
-    return _with(options.params, json_schema=answer_schema(schema_of(form)))
+    schema = schema_of(form)
+    if use is not None:  # an agent that may use its tools before it answers
+        return _with(options.params, grammar=call_grammar(engine, use, schema))
+    return _with(options.params, json_schema=answer_schema(schema))
 
 
 def schema_of(form: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -97,8 +101,12 @@ def _closed(node: Any) -> Any:
     return made
 
 
-def call_grammar(engine: Engine, use: ToolUse) -> str:
+def call_grammar(
+    engine: Engine, use: ToolUse, answer: Mapping[str, Any] | None = None
+) -> str:
     """Return a grammar of calls of these tools, in the form that the template shows.
+
+    With ``answer`` the text may be JSON of that schema instead.
 
     That is the Hermes form if the template has ``<tool_call>`` or no tools at all
     (then the prompt describes that form), and otherwise one bare JSON object, with
@@ -110,15 +118,22 @@ def call_grammar(engine: Engine, use: ToolUse) -> str:
     rules = []
     for index, tool in enumerate(use.tools):
         function = tool["function"]
-        head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
+        head = ["{", '"name"', ": ", json.dumps(function["name"])]
+        head += [", ", f'"{key}"', ": "]
         schema = answer_schema(function.get("parameters") or _NO_ARGUMENTS)
-        body = f"{_quoted(head)} args{index} {_quoted('}')}"
+        # Piece by piece, as %json has it: the lexer does not go back, so an answer that
+        # begins like a call would be impossible.
+        body = f"{' '.join(map(_quoted, head))} args{index} {_quoted('}')}"
         if tags:
             body = f"{opening} {line} {body} {line} {closing}"
         rules += [f"call{index}: {body}", f"args{index}: %json {json.dumps(schema)}"]
     any_call = " | ".join(f"call{index}" for index in range(len(use.tools)))
     more = f" ({line} call)*" if use.parallel and tags else ""
-    return "\n".join([f"start: call{more}", f"call: {any_call}", *rules])
+    start = f"calls: call{more}\nstart: calls"
+    if answer is not None:
+        start += " | answer"
+        rules.append(f"answer: %json {json.dumps(answer_schema(answer))}")
+    return "\n".join([start, f"call: {any_call}", *rules])
 
 
 def _form(engine: Engine) -> tuple[bool, str]:

@@ -109,12 +109,16 @@ def tell_of_tools(
 
 
 def ask_for_format(
-    turns: Sequence[ChatTurn], form: Mapping[str, Any] | None
+    turns: Sequence[ChatTurn],
+    form: Mapping[str, Any] | None,
+    use: ToolUse | None = None,
 ) -> list[ChatTurn]:
     """Tell the model in the system turn which form the answer must have."""
     if form is None:
         return list(turns)
     text = "Answer with one JSON object and nothing else."
+    if use is not None:
+        text = f"When you call no function: {text[0].lower()}{text[1:]}"
     if form["type"] == "json_schema":
         schema = json.dumps(form["json_schema"], ensure_ascii=False)
         text = f"{text} It must match this JSON schema:\n{schema}"

@@ -14,7 +14,8 @@ def profile_of(engine: Engine) -> ModelProfile:
     """Return the profile of the model that an engine serves.
 
     ``tool_calling`` says whether its chat template renders tools; to other models they
-    are described in words.
+    are described in words. ``tool_choice`` and ``structured_output`` say whether
+    decoding can be held to a form: otherwise the model is only asked for it.
     """
     return ModelProfile(
         name=engine.model_name,
@@ -32,5 +33,8 @@ def profile_of(engine: Engine) -> ModelProfile:
         audio_outputs=False,
         video_outputs=False,
         tool_calling=engine.supports_tools,
+        tool_choice=engine.supports_constraints,
+        tool_call_streaming=True,
+        structured_output=engine.supports_constraints,
         temperature=True,
     )

@@ -306,6 +306,46 @@ def test_several_calls_only_where_they_are_welcome(tiny_tokenizer: Any) -> None:
         assert _accepts(tiny_tokenizer, grammar, f"{one}\n{one}") is parallel
 
 
+@pytest.mark.parametrize("template", ["", HERMES, LLAMA, MISTRAL])
+def test_tools_beside_a_form_leave_the_choice(
+    tiny_tokenizer: Any, template: str
+) -> None:
+    """An agent with a response format uses its tools before it answers."""
+    engine: Any = Templated(template, tiny_tokenizer)
+    engine.supports_constraints = True
+    schema = Paint.model_json_schema()
+    form = {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}
+    params = params_of(engine, tools=[WAIT], response_format=form)
+    name, grammar = params.constraint or ("", "")
+    assert name == "grammar"
+    call = '{"name": "wait", "arguments": {}}'
+    if template == LLAMA:
+        call = call.replace("arguments", "parameters")
+    if template in ("", HERMES):
+        call = f"<tool_call>\n{call}\n</tool_call>"
+    assert _accepts(tiny_tokenizer, grammar, call)
+    assert _accepts(tiny_tokenizer, grammar, '{"color": "red", "coats": 2}')
+    assert not _accepts(tiny_tokenizer, grammar, '{"color": "green", "coats": 2}')
+    assert not _accepts(tiny_tokenizer, grammar, "Let me see.")
+
+
+def test_an_answer_may_begin_like_a_call(tiny_tokenizer: Any) -> None:
+    class Item(BaseModel):
+        name: str
+        arguments: str
+
+    engine: Any = Templated(MISTRAL, tiny_tokenizer)
+    use = tool_use([WAIT], choice=None, parallel=False)
+    assert use is not None
+    grammar = call_grammar(engine, use, Item.model_json_schema())
+    for text in (
+        '{"name": "wait", "arguments": {}}',
+        '{"name": "wait", "arguments": "none"}',
+        '{"name": "weight", "arguments": "none"}',
+    ):
+        assert _accepts(tiny_tokenizer, grammar, text), text
+
+
 def test_tags_may_be_tokens_of_their_own(tiny_tokenizer: Any) -> None:
     """As Qwen's: added to the vocabulary, shown as text."""
     tokenizer = copy.deepcopy(tiny_tokenizer)

@@ -120,6 +120,20 @@ def test_an_agent_answers_with_an_object(
     assert agent.invoke(ASKED)["structured_response"] == Sum(value=3)
 
 
+def test_an_agent_with_a_bare_schema_takes_what_the_profile_offers(
+    make_engine: MakeEngine,
+) -> None:
+    """Where decoding can be held to a form, the form leaves the tools possible."""
+    engine = make_engine(reply=[CALL, '{"value": 3}'], constraints=True)
+    agent = create_agent(ChatPCR(engine=engine), tools=[add], response_format=Sum)
+    assert agent.invoke(ASKED)["structured_response"] == Sum(value=3)
+    for _, params, _ in engine.submitted:
+        name, grammar = params.constraint
+        assert name == "grammar"
+        assert "add" in grammar
+        assert "value" in grammar
+
+
 def test_an_agents_tool_that_fails(make_engine: MakeEngine) -> None:
     bad = CALL.replace('"a": 1', '"a": "one"')
     engine = make_engine(reply=[bad, "Sorry."])

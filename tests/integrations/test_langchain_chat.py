@@ -415,3 +415,7 @@ def test_a_profile_comes_from_the_engine(make_engine: MakeEngine) -> None:
     assert profile is not None
     assert profile["max_input_tokens"] == 512
     assert profile["tool_calling"] is False
+    assert profile["structured_output"] is profile["tool_choice"] is False
+    profile = ChatPCR(engine=make_engine(constraints=True)).profile
+    assert profile is not None
+    assert profile["structured_output"] is profile["tool_choice"] is True
