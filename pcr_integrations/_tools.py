@@ -57,8 +57,11 @@ def tool_use(
         parallel: See ``ToolUse``.
 
     Raises:
-        RequestError: For a tool without a name, or a choice that names no tool.
+        RequestError: For a tool without a name or with parameters that are no schema,
+            or a choice that names no tool.
     """
+    if isinstance(tools, (str, Mapping)) or not isinstance(tools or (), Iterable):
+        raise RequestError(f"tools is a list of tools, not {tools!r:.80}")
     known = tuple(_checked(tool) for tool in tools or ())
     if isinstance(choice, Mapping):
         choice = choice.get("function", choice).get("name", choice.get("type"))
@@ -86,6 +89,12 @@ def _checked(tool: object) -> Mapping[str, Any]:
         raise RequestError(
             "a tool is {'type': 'function', 'function': {'name': ..., 'parameters': "
             f"...}}}}, not {tool!r}"
+        )
+    assert isinstance(function, Mapping)
+    if not isinstance(function.get("parameters") or {}, Mapping):
+        raise RequestError(
+            f"the parameters of the tool {name!r} are a JSON schema, a mapping; not "
+            f"{function['parameters']!r:.80}"
         )
     return tool
 

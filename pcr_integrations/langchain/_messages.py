@@ -14,6 +14,7 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
+from langchain_core.prompt_values import PromptValue
 
 from pcr_core import RequestError
 from pcr_integrations._tools import ChatTurn
@@ -40,6 +41,17 @@ def to_turns(messages: Sequence[BaseMessage]) -> list[ChatTurn]:
             message that is no turn of a chat.
     """
     return [_turn(message) for message in messages]
+
+
+def text_only(prompt: PromptValue) -> PromptValue:
+    """Return a prompt for a text model; written as text, it must lose nothing.
+
+    Raises:
+        RequestError: As ``to_turns``, for a part that is not text.
+    """
+    for message in prompt.to_messages():
+        _text(message)
+    return prompt
 
 
 def _turn(message: BaseMessage) -> ChatTurn:

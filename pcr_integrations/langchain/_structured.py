@@ -18,11 +18,17 @@ from langchain_core.utils.function_calling import (
 )
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
+from pcr_core import RequestError
+
 Schema = Mapping[str, Any] | type
 
 
 def response_format(schema: Schema, method: str) -> dict[str, Any]:
-    """Return the call option that asks for JSON, or for JSON of this schema."""
+    """Return the call option that asks for JSON, or for JSON of this schema.
+
+    Raises:
+        RequestError: If it is no schema.
+    """
     if method == "json_mode":
         return {"type": "json_object"}
     return {"type": "json_schema", "json_schema": _json_schema(schema)}
@@ -59,6 +65,12 @@ def parsed(
 
 
 def _json_schema(schema: Schema) -> dict[str, Any]:
-    return convert_to_json_schema(
-        dict(schema) if isinstance(schema, Mapping) else schema
-    )
+    try:
+        return convert_to_json_schema(
+            dict(schema) if isinstance(schema, Mapping) else schema
+        )
+    except Exception as error:  # pydantic's, Python's and LangChain's own
+        raise RequestError(
+            f"{schema!r:.80} cannot be made a JSON schema; pass a Pydantic class, a "
+            f"TypedDict or a schema with a title: {error}"
+        ) from error

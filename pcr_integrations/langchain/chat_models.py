@@ -103,8 +103,9 @@ class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
     ``profile`` is filled as soon as the engine is open.
 
     Raises:
-        ConfigError: For an unknown or bad setting, at construction.
-        RequestError: For an unknown call option, or content that is not text.
+        ConfigError: For an unknown setting or a bad one of the engine, at construction.
+        RequestError: For a bad sampling field, an unknown call option, or content that
+            is not text.
         PromptTooLongError: Before any compute; it is a ``ContextOverflowError``, too.
     """
 
@@ -243,7 +244,7 @@ class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
             kwargs: Further call options to bind.
 
         Raises:
-            RequestError: For an unknown method.
+            RequestError: For an unknown method, or what is no schema.
         """
         if method not in ("function_calling", "json_schema", "json_mode"):
             raise RequestError(

@@ -17,6 +17,7 @@ from langchain_core.language_models import (
     LanguageModelInput,
 )
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from langchain_core.prompt_values import PromptValue
 
 from pcr_core import SamplingParams
 from pcr_integrations._bridge import Call, Running
@@ -24,6 +25,7 @@ from pcr_integrations._options import ALIASES
 from pcr_integrations.langchain._batches import take_place
 from pcr_integrations.langchain._batching import Batching
 from pcr_integrations.langchain._common import FRAMEWORK_KEYWORDS, LangChainFields
+from pcr_integrations.langchain._messages import text_only
 from pcr_integrations.langchain._replies import response_metadata
 
 if TYPE_CHECKING:
@@ -52,8 +54,9 @@ class PCRLLM(Batching[str], LangChainFields, BaseLLM):
     May be used from any number of threads and event loops at once.
 
     Raises:
-        ConfigError: For an unknown or bad setting, at construction.
-        RequestError: For an unknown call option.
+        ConfigError: For an unknown setting or a bad one of the engine, at construction.
+        RequestError: For a bad sampling field, an unknown call option, or messages that
+            are not text.
     """
 
     @property
@@ -69,6 +72,31 @@ class PCRLLM(Batching[str], LangChainFields, BaseLLM):
         self, stop: list[str] | None = None, **kwargs: Any
     ) -> LangSmithParams:
         return self._trace_params("llm", stop, kwargs)
+
+    def _convert_input(self, model_input: LanguageModelInput) -> PromptValue:
+        return text_only(super()._convert_input(model_input))
+
+    def generate_prompt(
+        self,
+        prompts: list[PromptValue],
+        stop: list[str] | None = None,
+        callbacks: Any = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """As ``generate``; messages become text, and must be text."""
+        checked = [text_only(prompt) for prompt in prompts]
+        return super().generate_prompt(checked, stop, callbacks, **kwargs)
+
+    async def agenerate_prompt(
+        self,
+        prompts: list[PromptValue],
+        stop: list[str] | None = None,
+        callbacks: Any = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """As ``generate_prompt``, without blocking the loop."""
+        checked = [text_only(prompt) for prompt in prompts]
+        return await super().agenerate_prompt(checked, stop, callbacks, **kwargs)
 
     def generate(
         self,

@@ -17,6 +17,7 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
+from langchain_core.prompt_values import ChatPromptValue
 
 from pcr_core import PromptTooLongError, RequestError
 from pcr_integrations.langchain import PCRLLM, ChatPCR
@@ -159,6 +160,30 @@ CARRIERS = [
     AIMessage,
     lambda content: ToolMessage(content, tool_call_id="i"),
 ]
+
+
+@pytest.mark.parametrize("block", NOT_TEXT, ids=lambda block: block.get("type"))
+def test_a_text_model_drops_nothing_either(make_engine: MakeEngine, block: Any) -> None:
+    """LangChain writes messages as text for it, without their images."""
+    engine = make_engine()
+    llm = PCRLLM(engine=engine)
+    messages = [HumanMessage([{"type": "text", "text": "look"}, block])]
+    prompt = ChatPromptValue(messages=messages)
+    ways: list[Callable[[], Any]] = [
+        lambda: llm.invoke(messages),
+        lambda: llm.invoke(prompt),
+        lambda: list(llm.stream(messages)),
+        lambda: llm.batch([messages]),
+        lambda: llm.explain(messages),
+        lambda: llm.generate_prompt([prompt]),
+        lambda: asyncio.run(llm.ainvoke(messages)),
+        lambda: asyncio.run(llm.abatch([messages])),
+        lambda: asyncio.run(llm.agenerate_prompt([prompt])),
+    ]
+    for way in ways:
+        with pytest.raises(RequestError, match="PCR serves text models"):
+            way()
+    assert not engine.submitted
 
 
 @pytest.mark.parametrize("block", NOT_TEXT, ids=lambda block: block.get("type"))

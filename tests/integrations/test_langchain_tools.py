@@ -133,6 +133,34 @@ def test_what_is_no_tool_is_refused(make_engine: MakeEngine, bad: Any) -> None:
         ChatPCR(engine=make_engine()).invoke("q", tools=bad)
 
 
+@pytest.mark.parametrize("bad", [5, "add", {"type": "function"}])
+def test_tools_are_a_list(make_engine: MakeEngine, bad: Any) -> None:
+    with pytest.raises(RequestError, match="list of tools"):
+        ChatPCR(engine=make_engine()).invoke("q", tools=bad)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("bad", ["text", [1], 3, True])
+@pytest.mark.parametrize("constraints", [True, False])
+def test_parameters_are_a_schema(
+    make_engine: MakeEngine, bad: Any, choice: str, constraints: bool
+) -> None:
+    engine = make_engine(constraints=constraints)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": bad}}]
+    with pytest.raises(RequestError, match="parameters of the tool 'f'"):
+        ChatPCR(engine=engine).invoke("q", tools=tools, tool_choice=choice)
+    assert not engine.submitted
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+@pytest.mark.parametrize("bad", [None, 3, "text", {}])
+def test_what_is_no_schema_is_refused(
+    make_engine: MakeEngine, method: str, bad: Any
+) -> None:
+    with pytest.raises(RequestError, match="cannot be"):
+        ChatPCR(engine=make_engine()).with_structured_output(bad, method=method)
+
+
 def takes_a_lock(lock: threading.Event) -> None:
     """Take something that no model can write."""
 
