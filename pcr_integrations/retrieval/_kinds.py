@@ -130,8 +130,9 @@ class FlatSearch:
         self._width = index.d * 4
         self._ids = np.arange(rows, dtype=np.int64)
         # One list of float vectors, for its scanner: a Flat index has none.
+        ivf_flat: Any = faiss.IndexIVFFlat
         coarse = faiss.IndexFlat(index.d, index.metric_type)
-        self._scans = faiss.IndexIVFFlat(coarse, index.d, 1, index.metric_type)
+        self._scans = ivf_flat(coarse, index.d, 1, index.metric_type)
         self._heaps = Heaps(self._scans, queries, k)
         self._count = len(queries)
         self._done = 0
