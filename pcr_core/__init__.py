@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pcr_core.errors import (
         CancelledError,
         ConfigError,
+        DocumentNotFoundError,
         EngineClosedError,
         ModelError,
         PcrError,
@@ -50,6 +51,7 @@ _HOMES = {
         (
             "CancelledError",
             "ConfigError",
+            "DocumentNotFoundError",
             "EngineClosedError",
             "ModelError",
             "PcrError",
@@ -70,6 +72,7 @@ __all__ = [
     "ConfigError",
     "Decisions",
     "Document",
+    "DocumentNotFoundError",
     "Engine",
     "EngineClosedError",
     "EngineConfig",

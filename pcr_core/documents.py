@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pcr_core.errors import RequestError
+from pcr_core.errors import DocumentNotFoundError, RequestError
 
 CharSpan = tuple[int, int]
 """First character, and the one behind the last."""
@@ -29,7 +29,8 @@ class Document:
         id: The caller's name for it; ``engine.forget`` takes it. Several texts may
             share one id, such as the pieces of one file.
         text: Its text as handed to the prompt. White space around it may differ there,
-            and it may stand inside a JSON string, as tool results do.
+            and it may stand inside a JSON string, as tool results do, or inside a
+            Python string.
 
     Raises:
         RequestError: If either is not a string, or has no visible character.
@@ -160,18 +161,15 @@ def locate(
         given first comes first.
 
     Raises:
-        RequestError: If a document is not in the text.
+        DocumentNotFoundError: If any are not in the text; it names all of them.
+        RequestError: For what is no document.
     """
     tokens = _TokenMap(token_spans)
+    places = {one: _occurrences(text, one.text) for one in _distinct(documents)}
+    if missing := [document for document, found in places.items() if not found]:
+        raise DocumentNotFoundError(missing)
     spans = []
-    for document in _distinct(documents):
-        found = _occurrences(text, document.text)
-        if not found:
-            raise RequestError(
-                f"document {_short(document.id)} is not in the prompt; pass its text "
-                "exactly as it stands there (was it cut or reformatted on the way?), "
-                "or leave it out of documents="
-            )
+    for document, found in places.items():
         names = _digest(b"text", document.text), document_digest(namespace, document.id)
         spans += [DocumentSpan(document.id, *tokens.range(*at), *names) for at in found]
     return sorted(spans, key=lambda span: (span.first_token, span.stop_token))
@@ -186,10 +184,6 @@ def _distinct(documents: Sequence[Document]) -> list[Document]:
                 "write documents=[Document(id=..., text=...)]"
             )
     return list(dict.fromkeys(given))
-
-
-def _short(id: str) -> str:
-    return repr(id if len(id) <= 80 else id[:77] + "...")
 
 
 # --- characters ---
@@ -207,14 +201,24 @@ def _ascii_json(text: str) -> str:
     return json.dumps(text)[1:-1]
 
 
+def _python(text: str) -> str:
+    return repr(text)[1:-1]
+
+
+def _python_quoted(text: str) -> str:
+    return repr(f'{text}"')[1:-2]  # as in a string that holds a double quote
+
+
 # Chat templates put tool results through `tojson`, and the result of a tool is often
-# JSON by itself: escaped once or twice.
+# JSON by itself: escaped once or twice. Some chains print a Python list of texts.
 _FORMS: tuple[Form, ...] = (
     _plain,
     _json,
     _ascii_json,
     lambda text: _json(_json(text)),
     lambda text: _json(_ascii_json(text)),
+    _python,
+    _python_quoted,
 )
 
 

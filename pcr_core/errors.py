@@ -9,6 +9,7 @@
     ├── TraceError (ValueError)       a recorded trace cannot be read
     ├── RequestError (ValueError)     this one request cannot be served
     │   ├── PromptTooLongError        longer than the context window
+    │   ├── DocumentNotFoundError     a document named is not in the prompt
     │   ├── QueueFullError            too many requests are waiting
     │   └── CancelledError            somebody called ``cancel()``
     └── EngineClosedError             the engine was closed, or its thread died
@@ -18,6 +19,9 @@ in this list: it costs time, never an answer, and is counted in ``engine.stats()
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 
 class PcrError(Exception):
@@ -73,6 +77,27 @@ class PromptTooLongError(RequestError):
         return type(self), (self.prompt_tokens, self.context_window)
 
 
+class DocumentNotFoundError(RequestError):
+    """Documents named for a prompt do not stand in it, once it is rendered.
+
+    Attributes:
+        documents: All of them, the ``Document`` objects that were given.
+    """
+
+    def __init__(self, documents: Sequence[Any]) -> None:
+        self.documents = tuple(documents)
+        first, *others = (_short(document.id) for document in self.documents)
+        more = f" (and {len(others)} more)" if others else ""
+        super().__init__(
+            f"document {first}{more} is not in the prompt; pass its text exactly as it "
+            "stands there (was it cut or reformatted on the way?), or leave it out of "
+            "documents="
+        )
+
+    def __reduce__(self) -> tuple[type[DocumentNotFoundError], tuple[Any, ...]]:
+        return type(self), (self.documents,)
+
+
 class QueueFullError(RequestError):
     """Too many requests are waiting; try again after some have finished."""
 
@@ -97,3 +122,7 @@ class ChunkLostError(PcrError):
     def __init__(self, index: int, reason: str) -> None:
         self.index = index
         super().__init__(f"chunk {index} is lost: {reason}")
+
+
+def _short(id: str) -> str:
+    return repr(id if len(id) <= 80 else id[:77] + "...")

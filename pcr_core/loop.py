@@ -80,6 +80,15 @@ class EngineLoop:
         resident = self._runner.resident(request.tokens)
         return self._ledger.lookup(request, self._runner.must_compute(size), resident)
 
+    def cached(self, request: Request) -> int:
+        """How many leading tokens need not be computed. Changes nothing."""
+        size = len(request.tokens)
+        usable = request.keys[: self._runner.usable_chunks(size)]
+        states = self.tiers.match(usable)
+        stored = next((i for i, one in enumerate(states) if one == "none"), len(states))
+        resident = self._runner.resident(request.tokens)
+        return max(stored * self.tiers.chunk_tokens, resident)
+
     def begin_forget(self, document: bytes) -> Removal:
         """Forget a document in memory, and start on the store; see ``Ledger``."""
         return self._ledger.begin_forget(document, self._scheduler.waiting())

@@ -26,6 +26,7 @@ from pcr_core import QueueFullError, RequestError
 from pcr_integrations._options import CallOptions
 from pcr_integrations._tool_calls import ParsedReply, ToolCallFilter, parse_reply
 from pcr_integrations._tools import ChatTurn, ask_for_format, tell_of_tools
+from pcr_integrations.documents._submit import submit
 
 if TYPE_CHECKING:
     from pcr_core import Completion, Engine, Result, SamplingParams
@@ -55,11 +56,11 @@ class Call:
         engine, options = self.open_engine(), self.options
         prompt = self.render(engine)
         if isinstance(prompt, str):
-            completion = engine.submit(prompt, _for_text(options))
+            completion = submit(engine, prompt, _for_text(options))
         else:
             asked = ask_for_format(prompt, options.response_format)
             turns, tools = tell_of_tools(engine, asked, options.tools)
-            completion = engine.submit(turns, options.params, tools=tools)
+            completion = submit(engine, turns, options.params, tools)
         return Running(engine, completion, self.options)
 
     async def astart(self) -> Running:
@@ -305,7 +306,7 @@ class Batch:
     ) -> Completion:
         while True:
             try:
-                return engine.submit(prompt, params)
+                return submit(engine, prompt, params)
             except QueueFullError:
                 oldest = next((r for r in self.started if not r.completion.done), None)
                 if oldest is None:

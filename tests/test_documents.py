@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,7 +19,7 @@ from pcr_core.documents import (
     head_chunk,
     locate,
 )
-from pcr_core.errors import RequestError
+from pcr_core.errors import DocumentNotFoundError, RequestError
 from pcr_core.model.prompt import encode_with_offsets
 
 fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -161,6 +162,20 @@ def test_what_is_missing_is_named() -> None:
         characters("one", Document("a", "one"), Document("b", "two"))
     with pytest.raises(RequestError, match=r"document 'x{77}\.\.\.'"):
         characters("one", Document("x" * 1000, "two"))
+
+
+def test_all_that_are_missing_are_handed_back() -> None:
+    here, gone, lost = Document("a", "one"), Document("b", "2"), Document("c", "3")
+    with pytest.raises(DocumentNotFoundError, match=r"'b' \(and 1 more\)") as caught:
+        characters("one", gone, here, lost)
+    assert caught.value.documents == (gone, lost)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.documents, str(again)) == ((gone, lost), str(caught.value))
+
+
+@given(before=WORDS, wanted=TEXTS, after=WORDS)
+def test_inside_a_printed_python_list(before: str, wanted: str, after: str) -> None:
+    assert found(repr([before + wanted + after]), wanted)
 
 
 def test_other_things_than_documents_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ NAMES = {
     "ConfigError",
     "Decisions",
     "Document",
+    "DocumentNotFoundError",
     "Engine",
     "EngineClosedError",
     "EngineConfig",
@@ -86,6 +88,26 @@ def test_settings_and_errors_load_nothing_heavy() -> None:
         "EngineConfig(dram_bytes='1GiB'); SamplingParams(max_tokens=3)"
     )
     assert _loaded_by(code) == set()
+
+
+ADAPTERS = {
+    "documents": {"DocumentRegistry", "DocumentSource", "ReuseWarning", "registry"},
+    "langchain": {"ChatPCR", "PCRDocumentCompressor", "PCRLLM", "PCRRetriever"},
+    "llama_index": {"PCRLLM", "PCRPostprocessor", "PCRRetriever"},
+}
+
+
+@pytest.mark.parametrize("module", sorted(ADAPTERS))
+def test_adapters_have_their_names_and_load_no_torch(module: str) -> None:
+    package = importlib.import_module(f"pcr_integrations.{module}")
+    assert set(package.__all__) >= ADAPTERS[module]
+    for name in package.__all__:
+        assert getattr(package, name).__doc__
+    assert not _loaded_by(f"import pcr_integrations.{module}") & {"torch", "lmdb"}
+
+
+def test_documents_load_no_framework() -> None:
+    assert _loaded_by("import pcr_integrations.documents") == set()
 
 
 def test_the_engine_loads_no_framework() -> None:

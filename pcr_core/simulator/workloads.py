@@ -93,25 +93,61 @@ def generate(recipe: Recipe | str, seed: int = 0) -> Trace:
             documents or no request.
     """
     name = recipe if isinstance(recipe, str) else "recipe"
-    if isinstance(recipe, str):
-        recipe = _named(recipe)
+    recipe = _named(recipe) if isinstance(recipe, str) else recipe
+    names: dict[tuple[int, ...], ChunkKey] = {}
+    requests = []
+    for visit in draw(recipe, seed):
+        ends = visit.lengths[0], sum(visit.lengths)
+        chunks = tuple(
+            names.setdefault(place, _key(len(names)))
+            for place in _places(*visit.documents, ends, recipe.chunk_tokens)
+        )
+        tokens = ends[1] + recipe.query_tokens
+        requests.append(
+            TraceRequest(visit.arrival, tokens, recipe.output_tokens, chunks)
+        )
+    return Trace(f"{name}, seed {seed}", recipe.chunk_tokens, 0, tuple(requests))
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One request of a stream, before anything is made of it.
+
+    Attributes:
+        arrival: Seconds, one request a second on average.
+        documents: Numbers of its two documents, in the order of the prompt.
+        lengths: Their lengths in tokens.
+    """
+
+    arrival: float
+    documents: tuple[int, int]
+    lengths: tuple[int, int]
+
+
+def draw(recipe: Recipe | str, seed: int = 0) -> list[Visit]:
+    """Who asks when about which documents; equal arguments draw the same.
+
+    Args:
+        recipe: A recipe, or the name of one in ``RECIPES``.
+        seed: Seed of everything random.
+
+    Raises:
+        ConfigError: If there is no recipe of that name, or it has fewer than 3
+            documents or no request.
+    """
+    recipe = _named(recipe) if isinstance(recipe, str) else recipe
     if recipe.documents < 3 or recipe.requests < 1:
         raise ConfigError("a recipe needs at least 3 documents and 1 request")
     rng = np.random.default_rng(seed)
     lengths = _lengths(recipe, rng)
     pairs = _repeat_some(recipe, _pairs(recipe, rng), rng)
     arrivals = _arrivals(recipe, rng)
-    names: dict[tuple[int, ...], ChunkKey] = {}
-    requests = []
-    for (first, second), arrival in zip(pairs.tolist(), arrivals.tolist(), strict=True):
-        ends = int(lengths[first]), int(lengths[first] + lengths[second])
-        chunks = tuple(
-            names.setdefault(place, _key(len(names)))
-            for place in _places(first, second, ends, recipe.chunk_tokens)
+    return [
+        Visit(arrival, (first, second), (int(lengths[first]), int(lengths[second])))
+        for (first, second), arrival in zip(
+            pairs.tolist(), arrivals.tolist(), strict=True
         )
-        tokens = ends[1] + recipe.query_tokens
-        requests.append(TraceRequest(arrival, tokens, recipe.output_tokens, chunks))
-    return Trace(f"{name}, seed {seed}", recipe.chunk_tokens, 0, tuple(requests))
+    ]
 
 
 def _named(name: str) -> Recipe:

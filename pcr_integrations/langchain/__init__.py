@@ -12,6 +12,8 @@ from pcr_integrations._extras import needs_extra
 
 with needs_extra("langchain", package="langchain_core"):
     from pcr_integrations.langchain.chat_models import ChatPCR
+    from pcr_integrations.langchain.compressors import PCRDocumentCompressor
     from pcr_integrations.langchain.llms import PCRLLM
+    from pcr_integrations.langchain.retrievers import PCRRetriever
 
-__all__ = ["PCRLLM", "ChatPCR"]
+__all__ = ["PCRLLM", "ChatPCR", "PCRDocumentCompressor", "PCRRetriever"]

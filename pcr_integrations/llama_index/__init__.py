@@ -12,5 +12,7 @@ from pcr_integrations._extras import needs_extra
 
 with needs_extra("llama-index", package="llama_index"):
     from pcr_integrations.llama_index.llm import PCRLLM
+    from pcr_integrations.llama_index.postprocessor import PCRPostprocessor
+    from pcr_integrations.llama_index.retriever import PCRRetriever
 
-__all__ = ["PCRLLM"]
+__all__ = ["PCRLLM", "PCRPostprocessor", "PCRRetriever"]

@@ -23,6 +23,8 @@ COMMON = ["--dtypes", "bfloat16", "--rounds", "2", "--tokens", "300"]
         ("memory", ["--prompts", "2"]),
         ("prefetch", ["--queue", "3"]),
         ("overlap", ["--matched", "0", "0.5"]),
+        ("chunk_sizes", ["--sizes", "16", "128"]),
+        ("slow_disk", ["--multiples", "1"]),
     ],
 )
 def test_benchmark_runs(name: str, options: list[str], tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 from pcr_core import (
     CancelledError,
     Completion,
+    Document,
+    DocumentNotFoundError,
     EngineConfig,
     PromptTooLongError,
     QueueFullError,
@@ -21,6 +23,7 @@ from pcr_core import (
     Timing,
     Usage,
 )
+from pcr_integrations.documents import DocumentRegistry
 
 Reply = str | BaseException | Callable[[str], str]
 
@@ -86,6 +89,8 @@ class ScriptedEngine:
         self.model_name = self.config.model or "scripted"
         self.closed = False
         self.submitted: list[tuple[Any, SamplingParams, Any]] = []
+        self.documents: list[list[str]] = []
+        self.hints: list[Any] = []
         self.completions: list[Completion] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -119,9 +124,17 @@ class ScriptedEngine:
         return head + " ".join(turns) + " <assistant>"
 
     def submit(
-        self, prompt: Any, params: SamplingParams | None = None, *, tools: Any = None
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        tools: Any = None,
+        documents: Sequence[Document] = (),
     ) -> Completion:
         params = params or SamplingParams()
+        rendered = self.render(prompt, tools)
+        if missing := [one for one in documents if one.text not in rendered]:
+            raise DocumentNotFoundError(missing)
         with self._lock:
             waiting = sum(not completion.done for completion in self.completions)
             if waiting >= self._max_waiting:
@@ -131,6 +144,7 @@ class ScriptedEngine:
             self._seen.append(ids)
             turn = min(len(self.submitted), len(self._replies) - 1)
             self.submitted.append((prompt, params, tools))
+            self.documents.append([document.id for document in documents])
             completion = Completion()
             self.completions.append(completion)
             answer = self._by_request
@@ -141,6 +155,18 @@ class ScriptedEngine:
         self._threads.append(thread)
         thread.start()
         return completion
+
+    def prefetch(self, prompt: Any, *, tools: Any = None) -> None:
+        self.encode(prompt, tools=tools)
+        self.hints.append(prompt)
+
+    def cached_tokens(self, prompts: Sequence[Any], *, tools: Any = None) -> list[int]:
+        asked = [self.encode(prompt, tools=tools) for prompt in prompts]
+        with self._lock:
+            return [
+                max((_common(ids, seen) for seen in self._seen), default=0)
+                for ids in asked
+            ]
 
     def step(self, count: int = 1) -> None:
         assert self._steps is not None
@@ -223,6 +249,14 @@ def _common(ids: list[int], others: list[int]) -> int:
 
 
 MakeEngine = Callable[..., ScriptedEngine]
+
+
+@pytest.fixture(autouse=True)
+def known_documents(monkeypatch: pytest.MonkeyPatch) -> DocumentRegistry:
+    """Make each test start without documents; returns the registry."""
+    fresh = DocumentRegistry()
+    monkeypatch.setattr("pcr_integrations.documents._registry._REGISTRY", fresh)
+    return fresh
 
 
 @pytest.hookimpl(tryfirst=True)

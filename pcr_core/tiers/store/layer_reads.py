@@ -35,7 +35,7 @@ _AHEAD = 4
 """Reads that the system is told of before they are made: it does them meanwhile. Left
 to itself it reads on in each file, so that all layers come with the first."""
 
-_MOST_OPEN = 128
+_MOST_OPEN = 256
 """Files that stay open meanwhile; those beyond are opened again for each read."""
 
 Lookup = Callable[[Iterable[ChunkKey]], dict[ChunkKey, Record]]

@@ -1,0 +1,160 @@
+"""A prefix on a slow disk, read layer by layer under the forward that needs it.
+
+    python -m examples.benchmarks.slow_disk
+
+The disk is the real one, with every read of a chunk held back to a bandwidth at which
+the whole prefix takes a given multiple of the forward of the rest. No prefetch: reads
+begin when the request does. The bound is that of a pipeline over layers: the longer of
+reading and computing, and one layer's read. Ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.benchmarks.common import (
+    Spread,
+    arguments,
+    drop_page_cache,
+    print_machine,
+    print_table,
+    quiet_transformers,
+    ratios,
+    real_tokens,
+    write_json,
+)
+from pcr_core import Engine, EngineConfig, SamplingParams
+from pcr_core.model.loading import load
+from pcr_core.tiers.store.files import Files
+
+ONE = SamplingParams(max_tokens=1)
+HEAD = (
+    "dtype", "read ÷ compute", "MB/s", "read, ms", "DRAM hit, ms", "SSD hit, ms",
+    "SSD hit ÷ bound", "SSD hit ÷ (read + compute)", "computed",
+)  # fmt: skip
+
+
+class Disk:
+    """Delays reads to a bandwidth, over all threads together, as one device would."""
+
+    def __init__(self) -> None:
+        self.bandwidth = float("inf")
+        self._free = 0.0
+        self._lock = threading.Lock()
+
+    def wait(self, size: int) -> None:
+        """Return when so many bytes would have come."""
+        with self._lock:
+            start = max(time.perf_counter(), self._free)
+            self._free = start + size / self.bandwidth
+        time.sleep(max(0.0, self._free - time.perf_counter()))
+
+
+@contextmanager
+def slowed(disk: Disk) -> Iterator[None]:
+    """All chunk files are on that disk."""
+    preadv = Files.preadv
+
+    def slow(self: Files, fd: int, buffers: Sequence[Any], at: int) -> int:
+        size = preadv(self, fd, buffers, at)
+        disk.wait(size)
+        return size
+
+    Files.preadv = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Files.preadv = preadv  # type: ignore[method-assign]
+
+
+def measure(dtype: str, options: Any, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Rounds of one dtype, by how much longer reading takes than computing."""
+    config = EngineConfig(
+        model=options.model,
+        cache_dir=folder,
+        dtype=dtype,
+        threads=options.threads,
+        dram_bytes="1GiB",
+        resident_rows=0,
+        prefetch="off",
+    )
+    loaded = load(config)
+    objects = {"model": loaded.model, "tokenizer": loaded.tokenizer}
+    prompt = real_tokens(loaded.tokenizer, options.tokens)
+    with Engine(config, **objects) as engine:
+        engine.generate(prompt, ONE)
+        engine.flush()
+    found: dict[str, list[dict[str, Any]]] = {}
+    disk = Disk()
+    for index in range(-1, options.rounds):  # the first round warms up
+        with Engine(config, **objects) as engine:
+            engine.generate(prompt, ONE)
+            size = engine.stats().cache.read_bytes
+            compute = engine.generate(prompt, ONE).timing.ttft
+        for multiple in options.multiples:
+            disk.bandwidth = size / (multiple * compute)
+            with slowed(disk), Engine(config, **objects) as engine:
+                engine.generate([999, *prompt[:200]], ONE)  # threads start
+                drop_page_cache(folder / "kv")
+                hit = engine.generate(prompt, ONE)
+            if index >= 0:
+                layers = len(loaded.shapes)
+                read = multiple * compute
+                one = {
+                    "bandwidth": disk.bandwidth,
+                    "read": read,
+                    "compute": compute,
+                    "hit": hit.timing.ttft,
+                    "bound": max(read, compute) + read / layers,
+                    "computed": hit.usage.computed_tokens,
+                }
+                found.setdefault(str(multiple), []).append(one)
+    return found
+
+
+def rows_of(dtype: str, found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    rows = []
+    for multiple, rounds in found.items():
+        column = {name: [one[name] for one in rounds] for name in rounds[0]}
+        both = [a + b for a, b in zip(column["read"], column["compute"], strict=True)]
+        rows.append(
+            [
+                dtype,
+                multiple,
+                f"{Spread.of(column['bandwidth']).median / 1e6:.0f}",
+                Spread.of(column["read"]).ms(),
+                Spread.of(column["compute"]).ms(),
+                Spread.of(column["hit"]).ms(),
+                ratios(column["hit"], column["bound"]).ratio(),
+                ratios(column["hit"], both).ratio(),
+                "/".join(str(n) for n in sorted(set(column["computed"]))),
+            ]
+        )
+    return rows
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--multiples", type=float, nargs="+", default=[0.5, 1.0, 2.0])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    results: dict[str, Any] = {"machine": print_machine()}
+    rows: list[list[str]] = []
+    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
+        for dtype in options.dtypes:
+            found = results[dtype] = measure(dtype, options, Path(folder))
+            rows += rows_of(dtype, found)
+    print_table(HEAD, rows)
+    write_json(options.json, results)
+
+
+if __name__ == "__main__":
+    main()
