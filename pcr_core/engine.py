@@ -362,6 +362,11 @@ class Engine:
         return "tools" in str(self._loaded.tokenizer.chat_template or "")
 
     @property
+    def idle(self) -> bool:
+        """Whether no request runs or waits, as of now. Waits for nothing."""
+        return not (self._door.waiting or self._loop.busy)
+
+    @property
     def closed(self) -> bool:
         """Whether it was closed, or its thread died."""
         return self._door.closed

@@ -130,6 +130,11 @@ class Door:
             self._changed.notify_all()
 
     @property
+    def waiting(self) -> int:
+        """How many requests have come in and not left the queue yet."""
+        return self._waiting
+
+    @property
     def closed(self) -> bool:
         """Whether it is closed."""
         return self._closed is not None

@@ -24,25 +24,38 @@ def submit(
     Raises:
         PcrError: See ``Engine.submit``.
     """
-    known = registry()
-    places = known.find(contents(prompt))
+    places = registry().find(contents(prompt))
     if not places:
         return engine.submit(prompt, params, **_given(tools=tools))
     documents = documents_of(places)
-    try:
-        completion = engine.submit(
-            prompt, params, **_given(tools=tools), documents=documents
-        )
-        lost = 0
-    except DocumentNotFoundError as error:
-        left = [one for one in documents if one not in error.documents]
-        lost = len(documents) - len(left)
-        completion = engine.submit(
-            prompt, params, **_given(tools=tools, documents=left)
-        )
-    known.count(len(documents), lost)
+    completion, lost = submit_with(engine, prompt, params, tools, documents)
+    registry().count(len(documents), lost)
     _tell_source(engine, prompt, tools, places)
     return completion
+
+
+def submit_with(
+    engine: Engine,
+    prompt: Prompt,
+    params: SamplingParams,
+    tools: Tools | None,
+    documents: Sequence[Document],
+) -> tuple[Completion, int]:
+    """Submit a prompt with the documents of ``documents`` that it holds when rendered.
+
+    Returns:
+        The completion, and how many of the documents it does not hold.
+
+    Raises:
+        PcrError: See ``Engine.submit``.
+    """
+    given = _given(tools=tools, documents=documents)
+    try:
+        return engine.submit(prompt, params, **given), 0
+    except DocumentNotFoundError as error:
+        left = [one for one in documents if one not in error.documents]
+    given = _given(tools=tools, documents=left)
+    return engine.submit(prompt, params, **given), len(documents) - len(left)
 
 
 def documents_of(places: Sequence[Place]) -> list[Document]:

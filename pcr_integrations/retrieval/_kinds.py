@@ -153,11 +153,11 @@ class WholeSearch:
 
     def __init__(self, index: Any, queries: Distances, k: int) -> None:
         self.efforts = [index.ntotal]
-        self._search = lambda: index.search(queries, k)
+        self._index, self._queries, self._k = index, queries, k
 
     def advance(self, effort: int) -> tuple[Distances, Ids]:
         """See ``Search``."""
-        distances, ids = self._search()
+        distances, ids = self._index.search(self._queries, self._k)
         return distances, ids
 
 
