@@ -363,8 +363,11 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether no request runs or waits, as of now. Waits for nothing."""
-        return not (self._door.waiting or self._loop.busy)
+        """Whether every request so far has ended. Waits for nothing.
+
+        A request has ended before its listeners are told.
+        """
+        return self._door.idle
 
     @property
     def closed(self) -> bool:

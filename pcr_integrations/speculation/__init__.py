@@ -14,17 +14,17 @@ The retriever wrappers do this by themselves with ``speculate=True``.
 
 from __future__ import annotations
 
-from pcr_integrations.speculation._plan import Plan, Planner, Step, explicit, predicted
+from pcr_integrations.speculation._plan import Plan, Planner, Predicted, Step, explicit
 from pcr_integrations.speculation._speculator import Speculation, Speculator
 from pcr_integrations.speculation._stats import SpeculationStats
 
 __all__ = [
     "Plan",
     "Planner",
+    "Predicted",
     "Speculation",
     "SpeculationStats",
     "Speculator",
     "Step",
     "explicit",
-    "predicted",
 ]

@@ -47,21 +47,24 @@ Planner = Callable[[Sequence[Any]], Plan | None]
 """Says how the prompt for some documents will begin; ``None`` if that is not known."""
 
 
-def predicted(source: DocumentSource) -> Planner:
-    """Return a planner that goes by the prompts that a retriever's documents were in.
+class Predicted:
+    """A planner that goes by the prompts that a retriever's documents were in.
 
     Args:
-        source: The wrapper's source; what it plans for are its ``Item``.
+        source: The wrapper's source; what it plans for are its ``Item``, in the order
+            in which they would be handed over.
     """
 
-    def plan(items: Sequence[Item]) -> Plan | None:
+    def __init__(self, source: DocumentSource) -> None:
+        self._source = source
+
+    def __call__(self, items: Sequence[Item]) -> Plan | None:
+        """Return the plan; ``None`` before the first prompt was seen."""
         # Named in the prefill, or ``forget`` would not know what is stored of them.
-        registry().add((form for item in items for form in item.forms), source)
-        ordered = source.arranged(items)
-        guesses = [source.predict(ordered[:n]) for n in range(1, len(ordered) + 1)]
-        if not guesses or guesses[0] is None:
-            return None
-        engine = guesses[0].engine()
+        registry().add((form for item in items for form in item.forms), self._source)
+        counts = range(1, len(items) + 1)
+        guesses = [self._source.predict(items[:count]) for count in counts]
+        engine = None if not guesses or guesses[0] is None else guesses[0].engine()
         if engine is None:
             return None
         steps: list[Step] = []
@@ -70,8 +73,6 @@ def predicted(source: DocumentSource) -> Planner:
                 places = registry().find(contents(guess.prompt))
                 steps.append(Step(guess.prompt, documents_of(places), guess.tools))
         return Plan(engine, steps)
-
-    return plan
 
 
 def explicit(

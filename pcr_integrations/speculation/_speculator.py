@@ -22,6 +22,11 @@ from pcr_integrations.speculation._worker import WORKER, Post
 Name = Callable[[Any], Hashable]
 
 
+def _itself(document: Any) -> Hashable:
+    named: Hashable = document
+    return named
+
+
 class Speculator:
     """Starts prefetch and prefill while a search in stages is still running.
 
@@ -30,8 +35,8 @@ class Speculator:
     stored prefix, or they are not.
 
     Args:
-        plan: Says how the prompt for some documents will begin: ``explicit`` or
-            ``predicted``.
+        plan: Says how the prompt for some documents will begin: ``explicit(...)`` or
+            ``Predicted(...)``.
         agreeing: Stages in a row that must have the same order before it is prefilled.
             1 prefills every new order at once, as RAGCache does.
         name: Returns what makes two documents the same; they themselves by default.
@@ -46,14 +51,14 @@ class Speculator:
         plan: Planner,
         *,
         agreeing: int = 2,
-        name: Name = lambda document: document,
-        post: Post = WORKER.post,
+        name: Name = _itself,
+        post: Post | None = None,
     ) -> None:
         if agreeing < 1:
             raise ConfigError(f"agreeing must be 1 or more, not {agreeing}")
         self._plan, self._agreeing, self._name = plan, agreeing, name
         self._ledger = Ledger()
-        self._post = post
+        self._post = post or WORKER.post
 
     def begin(self) -> Speculation:
         """Return what watches one search."""
@@ -66,6 +71,13 @@ class Speculator:
     def stats(self) -> SpeculationStats:
         """Counters as they are now."""
         return self._ledger.stats
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Speculator:
+        return self  # copies of a wrapper serve the same chain
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        agreeing, name = self._agreeing, self._name
+        return partial(Speculator, self._plan, agreeing=agreeing, name=name), ()
 
     def __repr__(self) -> str:
         counts = self.stats
@@ -126,6 +138,21 @@ class Speculation:
             current.judge(order)
             hit = current.order == order
             self._ledger.add(used=int(hit), cancelled=int(not hit))
+
+    def watcher(self, read: Callable[[Any], Sequence[Any]]) -> Callable[[Any], None]:
+        """Return ``stage`` for a search that reports something else.
+
+        Args:
+            read: Returns the documents; what it raises is counted and goes no further.
+        """
+
+        def on_stage(found: Any) -> None:
+            try:
+                self.stage(read(found))
+            except Exception as error:
+                self._ledger.fail(error)
+
+        return on_stage
 
     def __enter__(self) -> Speculation:
         return self
