@@ -25,6 +25,7 @@ COMMON = ["--dtypes", "bfloat16", "--rounds", "2", "--tokens", "300"]
         ("overlap", ["--matched", "0", "0.5"]),
         ("chunk_sizes", ["--sizes", "16", "128"]),
         ("slow_disk", ["--multiples", "1"]),
+        ("speculation", ["--questions", "2", "--topk", "1", "2", "--delay", "0.01"]),
     ],
 )
 def test_benchmark_runs(name: str, options: list[str], tmp_path: Path) -> None:
