@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pcr_core.errors import (
         CancelledError,
         ConfigError,
+        DeadlineExceededError,
         DocumentNotFoundError,
         EngineClosedError,
         ModelError,
@@ -51,6 +52,7 @@ _HOMES = {
         (
             "CancelledError",
             "ConfigError",
+            "DeadlineExceededError",
             "DocumentNotFoundError",
             "EngineClosedError",
             "ModelError",
@@ -70,6 +72,7 @@ __all__ = [
     "CancelledError",
     "Completion",
     "ConfigError",
+    "DeadlineExceededError",
     "Decisions",
     "Document",
     "DocumentNotFoundError",

@@ -131,6 +131,21 @@ class EngineConfig(BaseModel):
             Together they hold at most an eighth of the memory that is left when the
             engine starts, on a CPU at most 1 GiB. 0 turns that tier off.
         threads: Intra-op threads of torch; ``None`` leaves torch's own setting.
+        max_batch_size: Requests that generate at the same time, each in a row of its
+            own; one forward gives each of them a token.
+        max_prefill_tokens: Prompt tokens computed between two tokens of the rows that
+            are generating; a longer prompt is computed in several steps.
+        row_bytes: Most KV memory of all requests that are running, where the model
+            computes. It is taken as answers grow; when it is used up, the youngest
+            request is put back into the queue and goes on later. ``"auto"``: a quarter
+            of the memory that is left when the engine starts, on a GPU a half.
+        order: ``"fcfs"``: first come, first served. ``"cache_aware"``: first what has
+            most cached beside what must be computed.
+        max_overtakes: How often a waiting request may be overtaken, for whatever
+            reason (a priority included), before it is next.
+        store_answers: Whether generated tokens are stored as well, so that the next
+            turn of a conversation reuses the answer. What of it fills whole chunks is
+            computed once more while nothing else is to be done.
         max_queue: Requests that may wait before ``submit`` raises ``QueueFullError``.
         eviction: ``"lookahead-lru"``: least recently used first, but what waiting
             requests need goes last. ``"lru"``. ``"pgdsf"``: also by how often a chunk
@@ -171,6 +186,12 @@ class EngineConfig(BaseModel):
     overlap: Literal["auto", "none", "up", "down", "both"] = "auto"
     resident_rows: Integer = Field(default=2, ge=0, le=64)
     threads: Integer | None = Field(default=None, ge=1)
+    max_batch_size: Integer = Field(default=8, ge=1, le=256)
+    max_prefill_tokens: Integer = Field(default=512, ge=16)
+    row_bytes: Budget = "auto"
+    order: Literal["fcfs", "cache_aware"] = "fcfs"
+    max_overtakes: Integer = Field(default=32, ge=0)
+    store_answers: bool = True
     max_queue: Integer = Field(default=1024, ge=1)
     eviction: Literal["lookahead-lru", "lru", "pgdsf", "adaptive"] = "lookahead-lru"
     lookahead_window: Window = "auto"

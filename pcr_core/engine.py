@@ -7,17 +7,20 @@ lock. Other threads reach it only through a ``Door`` (see ``service``).
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
 from tqdm.auto import tqdm
 
+from pcr_core.answers import one_each
 from pcr_core.config import EngineConfig
 from pcr_core.documents import (
     Document,
@@ -30,14 +33,17 @@ from pcr_core.errors import (
     ConfigError,
     EngineClosedError,
     PromptTooLongError,
+    QueueFullError,
     RequestError,
 )
 from pcr_core.explain.explanation import Explanation
 from pcr_core.explain.reasons import explain
 from pcr_core.index.chunk import chunk_keys
 from pcr_core.model.prompt import Tools, encode_prompt, encode_with_offsets
+from pcr_core.model.sampling_rules import SamplingRules
 from pcr_core.request import Completion, Prompt, Request, Result
 from pcr_core.sampling_params import SamplingParams
+from pcr_core.scheduler import sharers_together
 from pcr_core.service import Door, start
 from pcr_core.stats import EngineStats
 from pcr_core.tiers import CheckReport
@@ -91,6 +97,7 @@ class Engine:
         self._overlap = service.parts.overlap
         self._chunk_tokens = service.parts.chunk_tokens
         self._loop = service.parts.loop
+        self._sampling = SamplingRules(self._loaded, self._encode_lock)
         self._end = partial(_end, self._door, self._thread, self._pid)
         atexit.register(self._end)
         forgotten = weakref.finalize(self, _leave, self._door, self._pid)
@@ -105,34 +112,35 @@ class Engine:
         *,
         tools: Tools | None = None,
         documents: Sequence[Document] = (),
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> Completion:
         """Enqueue a request and return at once.
 
         Args:
             prompt: Text, token ids, or chat messages (see ``encode``).
-            params: How to sample; defaults to greedy, 256 tokens.
+            params: How to sample; defaults to 256 tokens and, like every field that
+                is ``None``, to the model's generation config (see ``resolve``).
             tools: Tool schemas for the chat template.
             documents: Documents that the prompt contains, so that ``explain`` can name
                 them and ``forget`` can remove them. They change nothing else.
+            priority: Requests of a higher one run first, but overtake none more than
+                ``max_overtakes`` times.
+            deadline: Seconds from now after which the answer is worth nothing any
+                more: the request then fails with ``DeadlineExceededError``, waiting or
+                running. Of equal priority, the nearest deadline comes first.
 
         Raises:
-            RequestError: If the prompt is empty or of a wrong type, or ``params`` name
-                a token that the model does not have.
+            RequestError: If the prompt is empty or of a wrong type, ``params`` name a
+                token that the model does not have, their constraint cannot be compiled,
+                or priority or deadline is not a number.
             DocumentNotFoundError: If documents are not in it; nothing was enqueued.
             PromptTooLongError: Before any compute.
             QueueFullError: If ``max_queue`` requests are waiting.
             EngineClosedError: If the engine is closed, or after ``fork``.
         """
-        self._check_process()
-        submitted = time.perf_counter()
-        params = self._checked(params)
-        request = self._request(prompt, tools, documents)
-        room = self.context_window - len(request.tokens)
-        if params.max_tokens > room:
-            params = params.model_copy(update={"max_tokens": room})
-        request.params, request.submitted, request.owner = params, submitted, self
-        request.epoch = self._loop.tiers.epoch
-        self._door.put(request)
+        request = self._prepare(prompt, params, tools, documents, priority, deadline)
+        self._door.put(one_each(request, copy))
         return request.completion
 
     @overload
@@ -163,7 +171,9 @@ class Engine:
         """Run one prompt, or a list of prompts, and wait.
 
         A list of integers or of messages is one prompt; a list of strings, or of
-        lists, is several, and gives a list of results in the same order.
+        lists, is several, and gives a list of results in the same order. Several run
+        in an order of their own: those that begin alike one after another. More than
+        ``max_queue`` are submitted as others finish.
 
         Args:
             prompt: One prompt or several.
@@ -176,15 +186,35 @@ class Engine:
         """
         if not _is_batch(prompt):
             return self.submit(prompt, params, documents=documents).result()
-        completions: list[Completion] = []
+        requests = [self._prepare(one, params, None, documents) for one in prompt]
+        submitted: list[Completion] = []
         try:
-            for one in prompt:
-                completions.append(self.submit(one, params, documents=documents))
-            return [completion.result() for completion in completions]
+            for index in sharers_together([request.keys for request in requests]):
+                self._put_when_possible(requests[index], submitted)
+                submitted.append(requests[index].completion)
+            return [request.completion.result() for request in requests]
         except BaseException:
-            for completion in completions:
+            for completion in submitted:
                 completion.cancel()
             raise
+
+    def _put_when_possible(
+        self, request: Request, submitted: Sequence[Completion]
+    ) -> None:
+        """Enqueue a request, if need be after others of the same call have finished.
+
+        Raises:
+            QueueFullError: If the queue is full of other callers' requests.
+        """
+        while True:
+            try:
+                self._door.put(one_each(request, copy))
+                return
+            except QueueFullError:
+                waiting = next((c for c in submitted if not c.done), None)
+                if waiting is None:
+                    raise
+                waiting.result()
 
     def warm(
         self, prompts: Iterable[Prompt], *, documents: Sequence[Document] = ()
@@ -298,6 +328,17 @@ class Engine:
         with self._encode_lock:  # fast tokenizers forbid concurrent use
             return encode_prompt(self._loaded.tokenizer, prompt, tools)
 
+    def resolve(self, params: SamplingParams | None = None) -> SamplingParams:
+        """Return the sampling parameters that ``submit`` would use for these.
+
+        A field that is ``None`` gets the value of the model's generation config: greedy
+        unless that says ``do_sample``, and otherwise off where it says nothing.
+
+        Raises:
+            RequestError: As for ``submit``.
+        """
+        return self._sampling.resolve(params)
+
     # --- the cache ---
 
     def stats(self) -> EngineStats:
@@ -370,6 +411,14 @@ class Engine:
         return self._door.idle
 
     @property
+    def supports_constraints(self) -> bool:
+        """Whether texts can be held to a schema, a regex or a grammar here.
+
+        That needs the extra ``structured`` and a fast tokenizer.
+        """
+        return self._sampling.constrains
+
+    @property
     def closed(self) -> bool:
         """Whether it was closed, or its thread died."""
         return self._door.closed
@@ -426,28 +475,37 @@ class Engine:
         keys = chunk_keys(self._namespace, tokens, self._chunk_tokens)
         return Request(tokens, keys, SamplingParams(), spans=spans)
 
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        tools: Tools | None,
+        documents: Sequence[Document],
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> Request:
+        """A request that is complete but for its place in the queue."""
+        self._check_process()
+        submitted = time.perf_counter()
+        params = self._sampling.resolve(params)
+        constraint = self._sampling.compile(params)
+        until = _until(priority, deadline, submitted)
+        request = self._request(prompt, tools, documents)
+        request.constraint = constraint
+        room = self.context_window - len(request.tokens)
+        if params.max_tokens > room:
+            params = params.model_copy(update={"max_tokens": room})
+        request.params, request.submitted, request.owner = params, submitted, self
+        request.priority, request.deadline = priority, until
+        request.epoch = self._loop.tiers.epoch
+        return request
+
     def _decode(self, tokens: Sequence[int]) -> str:
         with self._encode_lock:
             text: str = self._loaded.tokenizer.decode(
                 tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         return text
-
-    def _checked(self, params: object) -> SamplingParams:
-        if params is None:
-            return SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"params must be SamplingParams, not {type(params).__name__}; write "
-                "SamplingParams(max_tokens=32)"
-            )
-        largest = max(params.logit_bias, default=0)
-        if largest >= self._loaded.vocabulary:
-            raise RequestError(
-                f"logit_bias names token {largest}, but the model has tokens 0 to "
-                f"{self._loaded.vocabulary - 1}"
-            )
-        return params
 
     def _on_engine_thread(self, function: Callable[[], T]) -> T:
         self._check_process()
@@ -469,6 +527,10 @@ class Engine:
             overlap=self._overlap.mode,
             overlap_ratios=dict(self._overlap.ratios),
             copying=self._overlap.copying,
+            decoding=self._runner.decoding,
+            running=loop.running,
+            waiting=loop.waiting,
+            preempted=loop.preempted,
             finished=loop.finished,
             cancelled=loop.cancelled,
             failed=loop.failed,
@@ -476,6 +538,20 @@ class Engine:
             decisions=loop.tiers.decisions(loaded.context_window),
             cache=loop.tiers.snapshot(),
         )
+
+
+def _until(priority: object, deadline: object, now: float) -> float | None:
+    """When a deadline of so many seconds ends; checks both arguments."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise RequestError(f"priority must be a whole number, not {priority!r}")
+    if deadline is None:
+        return None
+    number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
+    if not number or not 0 < deadline < math.inf:  # type: ignore[operator]
+        raise RequestError(
+            f"deadline must be a positive number of seconds, or None; not {deadline!r}"
+        )
+    return now + deadline  # type: ignore[operator]
 
 
 def _is_batch(prompt: Any) -> bool:

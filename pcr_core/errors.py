@@ -7,7 +7,7 @@
     │   └── DeviceMemoryError         a request needs more memory than there is
     ├── StoreError                    the cache folder cannot be opened or audited
     ├── TraceError (ValueError)       a recorded trace cannot be read
-    ├── RequestError (ValueError)     this one request cannot be served
+    ├── RequestError                  this one request cannot be served
     │   ├── PromptTooLongError        longer than the context window
     │   ├── DocumentNotFoundError     a document named is not in the prompt
     │   ├── QueueFullError            too many requests are waiting
@@ -52,8 +52,12 @@ class TraceError(PcrError, ValueError):
     """A recorded trace cannot be read; the message names the file and the line."""
 
 
-class RequestError(PcrError, ValueError):
-    """One request is wrong; the engine goes on serving others."""
+class RequestError(PcrError):
+    """One request is wrong; the engine goes on serving others.
+
+    Not a ``ValueError``: frameworks take one from a model for an answer that could not
+    be parsed, and go on without the answer.
+    """
 
 
 class PromptTooLongError(RequestError):
@@ -104,6 +108,13 @@ class QueueFullError(RequestError):
 
 class CancelledError(RequestError):
     """The request was cancelled before it finished."""
+
+
+class DeadlineExceededError(RequestError):
+    """The request's deadline came before its answer; give it more time, or submit less.
+
+    What was generated until then was streamed; no result is kept.
+    """
 
 
 class EngineClosedError(PcrError):

@@ -1,5 +1,6 @@
-"""What the engine thread does: one step at a time, one request at a time.
+"""What the engine thread does, one step at a time.
 
+A step computes some of one prompt and gives every running request a token.
 ``EngineLoop`` brings tiers and model together. It has no thread and no lock: whoever
 calls ``step`` is the engine thread, which lets tests drive it deterministically.
 """
@@ -7,21 +8,51 @@ calls ``step`` is the engine thread, which lets tests drive it deterministically
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+
+from pcr_core.answer_store import AnswerStore
 from pcr_core.documents import ForgetReceipt
-from pcr_core.errors import CancelledError, EngineClosedError, ModelError, PcrError
+from pcr_core.errors import (
+    CancelledError,
+    DeviceMemoryError,
+    EngineClosedError,
+    ModelError,
+    PcrError,
+)
 from pcr_core.explain.lookup import Lookup
 from pcr_core.ledger import Ledger, Removal
-from pcr_core.model.chunk_io import ChunkIO, Head
-from pcr_core.model.generation import Generation
+from pcr_core.model.generation import Generation, room_for
 from pcr_core.model.runner import Runner
+from pcr_core.prefilling import Prefilling
 from pcr_core.request import Request
-from pcr_core.scheduler import Scheduler
-from pcr_core.tiers import Lease, TierManager
+from pcr_core.scheduler import Order, Scheduler, Standing
+from pcr_core.tiers import TierManager
 
 _log = logging.getLogger("pcr_core.engine")
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How much runs at a time, and in what order.
+
+    Attributes:
+        rows: Requests that generate at the same time.
+        prefill_tokens: Prompt tokens computed per step beside them.
+        order, max_overtakes: See ``Scheduler``.
+        store_answers: See ``EngineConfig``.
+    """
+
+    rows: int = 8
+    prefill_tokens: int = 512
+    order: Order = "fcfs"
+    max_overtakes: int = 32
+    store_answers: bool = False
 
 
 class EngineLoop:
@@ -33,10 +64,13 @@ class EngineLoop:
         end_ids: Tokens that end a generation.
         tiers: The tier manager.
         record: Called with each finished request and the tokens it generated.
+        batching: How much runs at a time.
+        clock: Seconds, on the scale of ``Request.deadline``.
 
     Attributes:
         tiers: The tier manager.
         finished, cancelled, failed: Requests that ended so.
+        preempted: How often a running request was put back into the queue.
         closing: Says whether all work is to end; asked while a request is prefilled.
     """
 
@@ -47,25 +81,47 @@ class EngineLoop:
         end_ids: Sequence[int],
         tiers: TierManager,
         record: Callable[[Request, int], None] = lambda request, generated: None,
+        batching: Batching | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.tiers = tiers
         self.finished = 0
         self.cancelled = 0
         self.failed = 0
+        self.preempted = 0
+        self._batching = batching or Batching()
         self._runner = runner
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._ledger = Ledger(tiers, runner.forget)
         self._record = record
-        self._scheduler = Scheduler()
-        self._active: Generation | None = None
+        self._clock = clock
+        self._scheduler = Scheduler(
+            self._batching.order, self._batching.max_overtakes, self._standing
+        )
+        self._prefilling: Prefilling | None = None
+        self._running: list[Generation] = []  # the oldest first
+        self._suspended: dict[Request, Generation] = {}
+        self._answers = AnswerStore(
+            self._runner, tiers, self._generation, lambda: self.closing()
+        )
         self._seen = (-1, -1)
         self.closing: Callable[[], bool] = lambda: False
 
     @property
     def busy(self) -> bool:
         """Whether ``step`` has anything to do."""
-        return self._active is not None or len(self._scheduler) > 0
+        return bool(self._running or self._prefilling or len(self._scheduler))
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running) + (self._prefilling is not None)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._scheduler)
 
     def add(self, request: Request) -> None:
         """Enqueue a request."""
@@ -91,11 +147,11 @@ class EngineLoop:
 
     def begin_forget(self, document: bytes) -> Removal:
         """Forget a document in memory, and start on the store; see ``Ledger``."""
-        return self._ledger.begin_forget(document, self._scheduler.waiting())
+        return self._ledger.begin_forget(document, self._to_be_stored())
 
     def end_forget(self, document: str, removal: Removal) -> ForgetReceipt:
         """Finish it, once the job has ended; see ``Ledger``."""
-        return self._ledger.end_forget(document, removal, self._scheduler.waiting())
+        return self._ledger.end_forget(document, removal, self._to_be_stored())
 
     def hint(self, request: Request) -> None:
         """Prepare for a request that may come; it is not run."""
@@ -103,44 +159,71 @@ class EngineLoop:
         self.tiers.hint(request)
 
     def step(self) -> int:
-        """Prefill the next request, or decode one token of the running one.
+        """Compute some of one prompt, and one token of every running request.
 
         A request's own failure ends that request only; a waiting request that was
-        cancelled ends at once.
+        cancelled or is late ends at once.
 
         Returns:
-            How many requests have left the queue in this step.
+            How many requests have left the queue in this step, less those put back.
         """
+        before = len(self._scheduler)
         self.tiers.poll()
-        gone = self._scheduler.drop_cancelled()
-        for cancelled in gone:
-            self._guard(cancelled, cancelled.raise_if_cancelled)
-        self._ledger.catch_up(self._scheduler.waiting())
-        if self._active is None:
-            request = self._scheduler.next()
-            if request is not None:
-                self._guard(request, lambda: self._start(request))
-                return len(gone) + 1
+        self._drop_unwanted()
+        self._ledger.catch_up(self._to_be_stored())
+        running = list(self._running)
+        self._admit()
         self._look_ahead()
-        if self._active is not None:
-            self._guard(self._active.request, self._decode)
-        return len(gone)
+        if self._prefilling is not None:
+            budget = self._batching.prefill_tokens if running else None
+            self._guard(self._prefilling.request, partial(self._advance, budget))
+        self._make_room(running)
+        self._decode([one for one in running if one in self._running])
+        return before - len(self._scheduler)
 
     def idle(self) -> bool:
         """Use a moment without requests; returns whether another would help too."""
         self.tiers.poll()
-        self._ledger.catch_up(())
+        self._ledger.catch_up(self._to_be_stored())
         self._look_ahead()
+        if self._answers.advance(self._batching.prefill_tokens):
+            return True
         return self.tiers.prepare()
 
     def abandon(self, error: BaseException) -> None:
         """Fail every request that has not ended."""
-        requests = self._scheduler.drain()
-        if self._active is not None:
-            requests.insert(0, self._active.request)
-            self._close_active()
+        requests = [generation.request for generation in self._running]
+        if self._prefilling is not None:
+            requests.append(self._prefilling.request)
+        self._answers.close()
         for request in requests:
+            self._let_go(request)
+        for request in [*requests, *self._scheduler.drain()]:
             request.completion.fail(error)
+
+    # --- the queue ---
+
+    def _to_be_stored(self) -> list[Request]:
+        """Requests of which something may still be stored."""
+        found = [*self._scheduler.waiting(), *self._answers.waiting()]
+        found += [generation.request for generation in self._running]
+        if self._prefilling is not None:
+            found.append(self._prefilling.request)
+        return found
+
+    def _standing(self, request: Request) -> Standing:
+        keys = request.keys[: request.usable]
+        states = self.tiers.match(keys)
+        there = sum(state != "none" for state in states)
+        size = len(request.tokens)
+        cached = min(there * self.tiers.chunk_tokens, size - 1)
+        return Standing(not self.tiers.is_reading(keys), cached, size - cached)
+
+    def _drop_unwanted(self) -> None:
+        now = self._clock()
+        gone = self._scheduler.drop(lambda r: r.completion.cancelled or r.is_late(now))
+        for request in gone:
+            self._guard(request, partial(request.raise_if_unwanted, now))
 
     def _look_ahead(self) -> None:
         """Protect and fetch what the queue needs, if queue or tiers have changed."""
@@ -149,64 +232,169 @@ class EngineLoop:
             self.tiers.look_ahead(self._scheduler.upcoming(self.tiers.window))
             self._seen = seen
 
-    def _start(self, request: Request) -> None:
-        request.raise_if_cancelled()
-        self._ledger.note(request)
-        generation = Generation(self._runner, self._tokenizer, request, self._end_ids)
-        self._active = generation
-        with self.tiers.lease(
-            request.keys, request.tokens, request.usable, generation.resident
-        ) as lease:
-            lease.checkpoint = lambda: self._checkpoint(request)
-            # Reads ahead are for requests that wait: those behind it, while it runs.
-            self._look_ahead()
-            self._prefill(generation, lease)
-        generation.note_reads(lease.reads)
-        self._finish_if_done(generation)
+    def _admit(self) -> None:
+        """Begin with the next request, if there is a row for it and no other begins."""
+        if self._prefilling is not None or len(self._running) >= self._batching.rows:
+            return
+        request = self._scheduler.peek()
+        if request is None or (self._running and not self._fits(request)):
+            return
+        self._answers.close()
+        self._scheduler.take(request)
+        self._guard(request, partial(self._begin, request))
 
-    def _prefill(self, generation: Generation, lease: Lease) -> None:
-        heads = {i: Head(one.slot, one.tokens) for i, one in lease.heads.items()}
-        io = ChunkIO(
-            sources=lease.sources,
-            arriving=lease.arriving,
-            lost=lease.lost,
-            sinks=lease.sinks,
-            filled=lease.filled,
-            between=lease.checkpoint,
-            pending=lease.pending,
-            settle=lease.settle,
-            heads=heads,
-        )
+    def _fits(self, request: Request) -> bool:
+        """Whether there is memory for its row beside the others."""
+        suspended = self._suspended.get(request)
+        room = room_for(request) if suspended is None else suspended.room
+        return self._runner.fits(room)
+
+    def _generation(self, request: Request) -> Generation:
+        return Generation(self._runner, self._tokenizer, request, self._end_ids)
+
+    # --- a request's beginning ---
+
+    def _begin(self, request: Request) -> None:
+        self._check(request)
+        self._ledger.note(request)
+        generation = self._suspended.pop(request, None) or self._generation(request)
         try:
-            for forward in generation.prefill(io, lease.tiers):
-                new = forward.stop - forward.start
-                self.tiers.prefill_times.observe(forward.start, new, forward.seconds)
-            lease.reused = generation.cached_by_tier
-        except ModelError:
-            lease.discard()  # KV behind a failed forward or NaN logits is worthless
+            generation.open()
+            self._prefilling = Prefilling(
+                generation, self.tiers, lambda: self._checkpoint(request)
+            )
+        except BaseException:
+            generation.close()
             raise
 
-    def _checkpoint(self, request: Request) -> None:
+    def _advance(self, budget: int | None) -> None:
+        prefilling = self._prefilling
+        assert prefilling is not None
+        if not prefilling.advance(budget):
+            return
+        prefilling.finish()
+        self._prefilling = None
+        generation = prefilling.generation
+        self._running.append(generation)
+        self._join(generation)
+        self._finish_if_done(generation)
+
+    def _join(self, first: Generation) -> None:
+        """Let the others of its group go on from its prompt, as rows allow."""
+        group = first.request.group
+        if group is None or first.token_ids[1:]:
+            return
+        for request in self._scheduler.waiting():
+            if request.group is not group or request in self._suspended:
+                continue
+            if len(self._running) >= self._batching.rows or not self._fits(request):
+                return
+            self._scheduler.take(request)
+            self._guard(request, partial(self._begin_beside, request, first))
+
+    def _begin_beside(self, request: Request, first: Generation) -> None:
+        self._check(request)
+        generation = self._generation(request)
+        self._running.append(generation)
+        generation.open_beside(first)
+        self._finish_if_done(generation)
+
+    def _check(self, request: Request) -> None:
         """Raise if nobody waits for a request any more."""
-        request.raise_if_cancelled()
+        request.raise_if_unwanted(self._clock())
+
+    def _checkpoint(self, request: Request) -> None:
+        self._check(request)
         if self.closing():
             raise EngineClosedError("the engine is closed; build a new one")
 
-    def _decode(self) -> None:
-        assert self._active is not None
-        self._active.request.raise_if_cancelled()
-        self._active.step()
-        self._finish_if_done(self._active)
+    # --- running requests ---
+
+    def _make_room(self, running: Sequence[Generation]) -> None:
+        """Have every row hold one token more; the youngest may have to give way."""
+        for generation in running:
+            while generation in self._running:
+                try:
+                    generation.make_room()
+                    break
+                except DeviceMemoryError as error:
+                    if self._put_back_youngest():
+                        continue
+                    self._guard(generation.request, partial(_throw, error))
+
+    def _put_back_youngest(self) -> bool:
+        """Free the youngest request's row; False if there is but one."""
+        if self.running < 2:
+            return False
+        if self._prefilling is not None:
+            generation, prefilling = self._prefilling.generation, self._prefilling
+            self._prefilling = None
+            prefilling.close()
+        else:
+            generation = self._running.pop()
+        generation.suspend()
+        self._suspended[generation.request] = generation
+        self._scheduler.put_back(generation.request)
+        self.preempted += 1
+        return True
+
+    def _decode(self, running: Sequence[Generation]) -> None:
+        for generation in running:
+            self._guard(generation.request, partial(self._check, generation.request))
+        wanted = [one for one in running if one in self._running]
+        if not wanted:
+            return
+        began = time.perf_counter()
+        try:
+            logits = self._forward(wanted)
+        except Exception:
+            if len(wanted) == 1:
+                self._guard(wanted[0].request, lambda: self._step(wanted[0]))
+                return
+            # One of them may be to blame, or memory may be short for all at once.
+            for generation in wanted:
+                self._guard(generation.request, partial(self._step, generation))
+            return
+        for generation, part in zip(wanted, torch.split(logits, 1), strict=True):
+            self._guard(
+                generation.request, partial(self._accept, generation, part, began)
+            )
+
+    def _forward(self, generations: Sequence[Generation]) -> torch.Tensor:
+        rows = [generation.row for generation in generations]
+        return self._runner.decode(rows, [one.next_input for one in generations])
+
+    def _step(self, generation: Generation) -> None:
+        """One token of one request, all by itself."""
+        began = time.perf_counter()
+        try:
+            logits = self._forward([generation])
+        except DeviceMemoryError:
+            if not self._runner.give_up():
+                raise
+            logits = self._forward([generation])
+        self._accept(generation, logits, began)
+
+    def _accept(
+        self, generation: Generation, logits: torch.Tensor, began: float
+    ) -> None:
+        generation.accept(logits, began)
+        self._finish_if_done(generation)
 
     def _finish_if_done(self, generation: Generation) -> None:
         if generation.finished:
             result = generation.result()
-            self._close_active()
+            request = generation.request
+            self._let_go(request)
             self.finished += 1
-            self._record(generation.request, len(result.token_ids))
-            generation.request.completion.finish(result)
+            self._record(request, len(result.token_ids))
+            if self._batching.store_answers:
+                self._answers.add(request, result.token_ids)
+            request.completion.finish(result)
 
-    def _guard(self, request: Request, work: Any) -> None:
+    # --- failures ---
+
+    def _guard(self, request: Request, work: Callable[[], None]) -> None:
         """Run a request's work; turn what it raises into that request's failure."""
         try:
             work()
@@ -224,11 +412,25 @@ class EngineLoop:
             self._fail(request, wrapped)
 
     def _fail(self, request: Request, error: BaseException) -> None:
-        if self._active is not None and self._active.request is request:
-            self._close_active()
+        self._let_go(request)
         request.completion.fail(error)
 
-    def _close_active(self) -> None:
-        if self._active is not None:
-            generation, self._active = self._active, None
+    def _let_go(self, request: Request) -> None:
+        """Free what a request holds, whatever that is."""
+        self._scheduler.done(request)
+        generation = self._suspended.pop(request, None)
+        if self._prefilling is not None and self._prefilling.request is request:
+            prefilling, self._prefilling = self._prefilling, None
+            prefilling.close()
+            generation = prefilling.generation
+        for one in self._running:
+            if one.request is request:
+                generation = one
+        if generation is not None:
+            if generation in self._running:
+                self._running.remove(generation)
             generation.close()
+
+
+def _throw(error: Exception) -> None:
+    raise error

@@ -7,11 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pcr_core.documents import DocumentSpan
-from pcr_core.errors import CancelledError
+from pcr_core.errors import CancelledError, DeadlineExceededError
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.sampling_params import SamplingParams
 from pcr_core.timeline.interval import Interval
@@ -88,6 +88,11 @@ class Result:
         usage: Token counts.
         timing: Seconds.
         intervals: What was done when, layer by layer; ``timeline()`` shows them.
+        top_logprobs: For each of ``token_ids`` the ``SamplingParams.top_logprobs`` most
+            likely tokens, likeliest first, with their log-probabilities under the same
+            distribution; or ``None`` when not asked for. The token chosen need not be
+            among them.
+        others: With ``SamplingParams(n=...)``, the results of the other answers.
     """
 
     text: str
@@ -97,6 +102,13 @@ class Result:
     usage: Usage
     timing: Timing
     intervals: tuple[Interval, ...] = field(default=(), repr=False)
+    top_logprobs: list[dict[int, float]] | None = field(default=None, repr=False)
+    others: tuple[Result, ...] = field(default=(), repr=False)
+
+    @property
+    def answers(self) -> tuple[Result, ...]:
+        """All answers to the prompt: this one and the others."""
+        return (replace(self, others=()), *self.others) if self.others else (self,)
 
     def timeline(self) -> Timeline:
         """Where the time went: figures, a drawing, a trace.
@@ -311,6 +323,7 @@ class Request:
         tokens: Prompt token ids.
         keys: Chunk keys of every full chunk of the prompt, root first.
         params: Sampling parameters.
+        constraint: The compiled form of ``params.constraint``, or ``None``.
         completion: Where text, result and errors go.
         spans: Where documents stand in the prompt.
         usable: How many leading chunks may be read rather than computed.
@@ -318,21 +331,47 @@ class Request:
         epoch: ``TierManager.epoch`` when it was submitted: what is forgotten later, it
             must not bring back.
         submitted: ``time.perf_counter()`` at submit.
+        priority: The higher, the sooner it runs.
+        deadline: When its answer is worth nothing any more, in seconds of
+            ``time.perf_counter``; ``None`` for never.
+        group: Requests of one group have the same prompt and share its prefill.
         owner: The engine, kept alive until the request is over.
     """
 
     tokens: list[int]
     keys: Sequence[ChunkKey]
     params: SamplingParams
+    constraint: Any = None
     completion: Completion = field(default_factory=Completion)
     spans: Sequence[DocumentSpan] = ()
     usable: int = 0
     remembered: bool = True
     epoch: int = 0
     submitted: float = field(default_factory=time.perf_counter)
+    priority: int = 0
+    deadline: float | None = None
+    group: object = None
     owner: object = None
 
     def raise_if_cancelled(self) -> None:
         """Raise ``CancelledError`` once the caller has cancelled."""
         if self.completion.cancelled:
             raise CancelledError("the request was cancelled")
+
+    def is_late(self, now: float) -> bool:
+        """Whether its deadline has passed at ``now``."""
+        return self.deadline is not None and now >= self.deadline
+
+    def raise_if_unwanted(self, now: float) -> None:
+        """Raise if nobody waits for it any more.
+
+        Raises:
+            CancelledError: If the caller has cancelled.
+            DeadlineExceededError: If its deadline has passed.
+        """
+        self.raise_if_cancelled()
+        if self.is_late(now):
+            raise DeadlineExceededError(
+                "the deadline passed before the answer was complete; allow more time, "
+                "raise the priority, or ask for fewer tokens"
+            )

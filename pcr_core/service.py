@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ import torch
 from pcr_core.config import EngineConfig
 from pcr_core.errors import EngineClosedError, QueueFullError
 from pcr_core.index.chunk import ChunkLayout, Namespace, tenant_digest
-from pcr_core.loop import EngineLoop
+from pcr_core.loop import Batching, EngineLoop
 from pcr_core.memory import available_bytes
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.overlap import OverlapChoice
@@ -68,19 +68,22 @@ class Door:
         self._woken = False
         self._closed: BaseException | None = None
 
-    def put(self, request: Request) -> None:
-        """Enqueue a request, or raise ``QueueFullError`` or ``EngineClosedError``."""
+    def put(self, requests: Sequence[Request]) -> None:
+        """Enqueue all, or none and raise ``QueueFullError`` or ``EngineClosedError``.
+
+        More than ``capacity`` at once are taken when nothing is waiting.
+        """
         with self._changed:
             self._refuse_if_closed()
-            if self._waiting >= self._capacity:
+            if self._waiting and self._waiting + len(requests) > self._capacity:
                 raise QueueFullError(
                     f"{self._waiting} requests are waiting already (max_queue="
                     f"{self._capacity}); try again after some have finished"
                 )
-            self._waiting += 1
-            self._requests.append(request)
+            self._waiting += len(requests)
+            self._requests.extend(requests)
             self._unended = [one for one in self._unended if not one.done]
-            self._unended.append(request.completion)
+            self._unended.extend(request.completion for request in requests)
             self._changed.notify()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -211,7 +214,14 @@ def build(
     lifetimes.callback(runner.close)
     ends = end_token_ids(loaded.model, loaded.tokenizer)
     record = recorder(config, layout, lifetimes)
-    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record)
+    batching = Batching(
+        rows=config.max_batch_size,
+        prefill_tokens=config.max_prefill_tokens,
+        order=config.order,
+        max_overtakes=config.max_overtakes,
+        store_answers=config.store_answers,
+    )
+    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record, batching)
     return Parts(
         loaded, runner, namespace, prepared.overlap, prepared.chunk_tokens, loop
     )

@@ -283,6 +283,13 @@ class Decisions:
         return f"loading is faster from token {at:.0f} on"
 
 
+_DECODING = {
+    "invariant": "rows change no bit of each other",
+    "close": "rows may change each other's rounding",
+    "serial": "rows run in turns",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """How an engine runs and what it has done. Immutable; any thread.
@@ -303,9 +310,16 @@ class EngineStats:
             little for any mode to matter.
         copying: Share of a hit's time that copies took without overlap, as the probe
             measured; 0.0 if it did not.
+        decoding: What requests that run together do to each other's bits:
+            ``"invariant"``: nothing, each answer is that of a request alone, bit for
+            bit; ``"close"``: they may round differently; ``"serial"``: this model's
+            code takes one row at a time, so they run in turns.
+        running, waiting: Requests that have a row, and that wait for one.
+        preempted: How often a running request was put back into the queue, as
+            ``row_bytes`` was used up.
         finished, cancelled, failed: Requests that ended so.
         working_bytes: KV memory where the model computes, beside the DRAM tier: of the
-            running request, and of finished ones that keep theirs.
+            running requests, and of finished ones that keep theirs.
         decisions: What steers the tiers now.
         cache: Counters of the tiers.
     """
@@ -321,6 +335,10 @@ class EngineStats:
     overlap: str
     overlap_ratios: dict[str, float]
     copying: float
+    decoding: str
+    running: int
+    waiting: int
+    preempted: int
     finished: int
     cancelled: int
     failed: int
@@ -344,6 +362,11 @@ class EngineStats:
                 f"{exact}, chunks of {self.chunk_tokens} tokens",
             ),
             ("overlap", self._overlap_text()),
+            (
+                "batch",
+                f"{_DECODING[self.decoding]}; {self.running} running, "
+                f"{self.waiting} waiting, {self.preempted} times put back",
+            ),
             (
                 "finished",
                 f"{self.finished} ({self.cancelled} cancelled, {self.failed} failed)",

@@ -19,12 +19,19 @@ from collections.abc import (
     Generator,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pcr_core import QueueFullError, RequestError
+from pcr_integrations._constraints import constrained
 from pcr_integrations._options import CallOptions
-from pcr_integrations._tool_calls import ParsedReply, ToolCallFilter, parse_reply
+from pcr_integrations._response_template import template_reply
+from pcr_integrations._tool_calls import (
+    ParsedReply,
+    ToolCallFilter,
+    limited,
+    parse_reply,
+)
 from pcr_integrations._tools import ChatTurn, ask_for_format, tell_of_tools
 from pcr_integrations.documents._submit import submit
 
@@ -57,21 +64,20 @@ class Call:
         prompt = self.render(engine)
         if isinstance(prompt, str):
             completion = submit(engine, prompt, _for_text(options))
-        else:
-            asked = ask_for_format(prompt, options.response_format)
-            turns, tools = tell_of_tools(engine, asked, options.tools)
-            completion = submit(engine, turns, options.params, tools)
-        return Running(engine, completion, self.options)
+            return Running(engine, completion, options)
+        asked = ask_for_format(prompt, options.response_format)
+        turns, tools = tell_of_tools(engine, asked, options.tools)
+        params = constrained(engine, options)
+        completion = submit(engine, turns, params, tools)
+
+        def parse() -> ParsedReply | None:
+            return template_reply(engine, completion.result().token_ids, turns, tools)
+
+        return Running(engine, completion, options, parse)
 
     async def astart(self) -> Running:
         """Submit it from a thread; a task cancelled meanwhile leaves nothing behind."""
-        batch = Batch()
-        try:
-            await asyncio.to_thread(lambda: batch.add(self.start()))
-        except BaseException:
-            batch.cancel()
-            raise
-        return batch.started[0]
+        return await _from_thread(self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,8 @@ class Running:
     engine: Engine
     completion: Completion
     options: CallOptions
+    parse: Callable[[], ParsedReply | None] = lambda: None
+    """Reads the whole answer with the tokenizer's own parser, once there is one."""
 
     def result(self) -> Result:
         """Wait for the end.
@@ -143,7 +151,7 @@ class Running:
 
     def reader(self) -> ReplyReader:
         """Return what takes the answer apart."""
-        return ReplyReader(self.options)
+        return ReplyReader(self.options, self.parse)
 
     def texts(self, reader: ReplyReader) -> Generator[str, None, None]:
         """As ``pieces``, but only what ``reader`` lets through."""
@@ -213,13 +221,21 @@ def _late(timeout: float | None) -> TimeoutError:
 class ReplyReader:
     """Splits an answer into text and tool calls, whole or piece by piece."""
 
-    def __init__(self, options: CallOptions) -> None:
+    def __init__(
+        self,
+        options: CallOptions,
+        parse: Callable[[], ParsedReply | None] = lambda: None,
+    ) -> None:
         self._use = options.tools
+        self._parse = parse
         self._filter = ToolCallFilter(self._use) if self._use is not None else None
 
     def whole(self, text: str) -> ParsedReply:
         """Take a whole answer apart."""
-        return ParsedReply(text) if self._use is None else parse_reply(text, self._use)
+        if self._use is None:
+            return ParsedReply(text)
+        own = self._parse()
+        return limited(own, self._use) if own else parse_reply(text, self._use)
 
     def feed(self, piece: str) -> str:
         """Take the next piece of a stream; return what can be shown of it."""
@@ -227,7 +243,15 @@ class ReplyReader:
 
     def finish(self) -> ParsedReply:
         """Return what the stream held back: the rest of the text, and the calls."""
-        return ParsedReply("") if self._filter is None else self._filter.finish()
+        if self._use is None or self._filter is None:
+            return ParsedReply("")
+        rest = self._filter.finish()
+        own = self._parse()
+        if own is None:
+            return rest
+        # What was held back is the calls, unless the filter saw them itself.
+        text = rest.text if rest.calls or rest.invalid else ""
+        return replace(limited(own, self._use), text=text)
 
 
 def _for_text(options: CallOptions) -> SamplingParams:
@@ -269,46 +293,37 @@ class Batch:
             for running in self.started:
                 running.release()
 
-    def submit_all(
-        self,
-        open_engine: Callable[[], Engine],
-        prompts: Sequence[str],
-        options: CallOptions,
-    ) -> None:
-        """Submit every prompt before any is waited for: the queue sees them all.
+    def start(self, call: Call) -> Running:
+        """As ``call.start()``, but where the queue is full it waits for room.
 
-        Only where the engine's queue is full, the oldest of this batch is waited for.
-
-        Raises:
-            PcrError: The first failure to submit; ``cancel()`` is the caller's duty.
+        It waits for the oldest call of this batch, so it raises ``QueueFullError`` only
+        where the queue is full of somebody else's requests.
         """
-        params = _for_text(options)
-        engine = open_engine()
-        for prompt in prompts:
-            completion = self._submit(engine, prompt, params)
-            self.add(Running(engine, completion, options))
+        running = self._with_patience(call.start)
+        self.add(running)
+        return running
 
-    async def asubmit_all(
-        self,
-        open_engine: Callable[[], Engine],
-        prompts: Sequence[str],
-        options: CallOptions,
-    ) -> None:
-        """As ``submit_all``, from a thread, and ``cancel()`` is done where it fails."""
-        try:
-            await asyncio.to_thread(self.submit_all, open_engine, prompts, options)
-        except BaseException:
-            self.cancel()
-            raise
+    async def astart(self, call: Call) -> Running:
+        """As ``start``, from a thread; a task cancelled meanwhile leaves nothing."""
+        return await _from_thread(lambda: self.start(call))
 
-    def _submit(
-        self, engine: Engine, prompt: str, params: SamplingParams
-    ) -> Completion:
+    def _with_patience(self, start: Callable[[], Running]) -> Running:
         while True:
             try:
-                return submit(engine, prompt, params)
+                return start()
             except QueueFullError:
                 oldest = next((r for r in self.started if not r.completion.done), None)
                 if oldest is None:
-                    raise  # the queue is full of somebody else's requests
+                    raise
                 oldest.wait()
+
+
+async def _from_thread(start: Callable[[], Running]) -> Running:
+    """Start a call in a thread; if the task is cancelled meanwhile, so is the call."""
+    one = Batch()
+    try:
+        await asyncio.to_thread(lambda: one.add(start()))
+    except BaseException:
+        one.cancel()
+        raise
+    return one.started[0]

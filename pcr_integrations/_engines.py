@@ -48,15 +48,20 @@ class EngineRegistry:
         Raises:
             PcrError: Whatever building it raised; the next call tries again.
         """
-        # ``~`` and the folder it stands for are the same cache.
-        key = config.model_copy(update={"cache_dir": config.cache_path})
         with self._lock:
-            slot = self._slots.setdefault(key, _Slot())
+            slot = self._slots.setdefault(_key(config), _Slot())
         with slot.lock:
             if slot.engine is None or slot.engine.closed:
                 slot.engine = None
                 slot.engine = self._build(config)
             return slot.engine
+
+    def find(self, config: EngineConfig) -> Engine | None:
+        """Return the engine of ``config`` if it is open; never builds or waits."""
+        with self._lock:
+            slot = self._slots.get(_key(config))
+        engine = slot.engine if slot is not None else None
+        return None if engine is None or engine.closed else engine
 
     def close(self) -> None:
         """Close every engine; later calls of ``get`` build new ones."""
@@ -76,6 +81,11 @@ class EngineRegistry:
         self._inherited += self._slots.values()
         self._lock = threading.Lock()
         self._slots = {}
+
+
+def _key(config: EngineConfig) -> EngineConfig:
+    """``~`` and the folder it stands for are the same cache."""
+    return config.model_copy(update={"cache_dir": config.cache_path})
 
 
 _ENGINES = EngineRegistry()
@@ -121,3 +131,10 @@ def engine_for(engine: Engine | None, settings: Mapping[str, Any]) -> Engine:
     """
     check_settings(engine, settings)
     return _ENGINES.get(EngineConfig(**settings)) if engine is None else engine
+
+
+def open_engine_for(
+    engine: Engine | None, settings: Mapping[str, Any]
+) -> Engine | None:
+    """As ``engine_for``, but ``None`` where the engine is yet to be built."""
+    return _ENGINES.find(EngineConfig(**settings)) if engine is None else engine

@@ -45,6 +45,12 @@ class PcrFields(BaseModel):
     overlap: str | None = None
     resident_rows: int | None = None
     threads: int | None = None
+    max_batch_size: int | None = None
+    max_prefill_tokens: int | None = None
+    row_bytes: int | str | None = None
+    order: str | None = None
+    max_overtakes: int | None = None
+    store_answers: bool | None = None
     max_queue: int | None = None
     eviction: str | None = None
     lookahead_window: int | str | None = None
@@ -68,7 +74,13 @@ class PcrFields(BaseModel):
     stop: list[str] | str | None = Field(default=None, validation_alias=_STOP_NAMES)
     stop_token_ids: list[int] | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choices: list[str] | None = None
+    grammar: str | None = None
+    n: int | None = None
 
     timeout: float | None = Field(default=None, gt=0)
     """Seconds to wait for a whole answer, or for the next piece of a stream."""

@@ -120,8 +120,10 @@ def _checked_format(form: object) -> Mapping[str, Any] | None:
     kind = form.get("type") if isinstance(form, Mapping) else None
     if isinstance(form, Mapping) and kind in ("text", "json_object"):
         return form if kind == "json_object" else None
-    if isinstance(form, Mapping) and kind == "json_schema" and "json_schema" in form:
-        return form
+    if isinstance(form, Mapping) and kind == "json_schema":
+        schema = form.get("json_schema")
+        if isinstance(schema, Mapping):
+            return form
     raise RequestError(
         f"response_format is {{'type': 'json_object'}} or {{'type': 'json_schema', "
         f"'json_schema': {{...}}}}, not {form!r}"

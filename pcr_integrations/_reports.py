@@ -27,10 +27,19 @@ def timing_record(timing: Timing) -> dict[str, float]:
 
 
 def logprob_records(engine: Engine, result: Result) -> list[dict[str, Any]] | None:
-    """Return text, id and log-probability of each token, or ``None`` if not asked."""
+    """Return text, id and log-probability of each token, or ``None`` if not asked.
+
+    With ``top_logprobs`` each record has the alternatives under that name.
+    """
     if result.logprobs is None:
         return None
-    return [
-        {"token": engine.tokenizer.decode([token]), "token_id": token, "logprob": value}
-        for token, value in zip(result.token_ids, result.logprobs, strict=True)
-    ]
+
+    def record(token: int, value: float) -> dict[str, Any]:
+        text = engine.tokenizer.decode([token])
+        return {"token": text, "token_id": token, "logprob": value}
+
+    pairs = zip(result.token_ids, result.logprobs, strict=True)
+    records = [record(*pair) for pair in pairs]
+    for one, top in zip(records, result.top_logprobs or (), strict=False):
+        one["top_logprobs"] = [record(*pair) for pair in top.items()]
+    return records

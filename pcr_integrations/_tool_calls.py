@@ -17,7 +17,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pcr_integrations._tools import ToolUse
@@ -81,6 +81,11 @@ def parse_reply(text: str, use: ToolUse) -> ParsedReply:
     )
 
 
+def limited(reply: ParsedReply, use: ToolUse) -> ParsedReply:
+    """Keep one call only if more are not welcome."""
+    return replace(reply, calls=_limit(list(reply.calls), use))
+
+
 def _limit(calls: list[ToolCall], use: ToolUse) -> tuple[ToolCall, ...]:
     return tuple(calls if use.parallel else calls[:1])
 
@@ -103,7 +108,7 @@ def _read_marked(marker: str, body: str) -> list[ToolCall | InvalidCall]:
     try:
         if named is not None:
             (arguments,) = _values(named.group(2) or "{}")
-            return [_as_call({"name": named.group(1), "arguments": arguments})]
+            return [as_call({"name": named.group(1), "arguments": arguments})]
         values = _values(body)
         if not values:
             raise ValueError("there is no call behind the marker")
@@ -112,7 +117,7 @@ def _read_marked(marker: str, body: str) -> list[ToolCall | InvalidCall]:
     calls: list[ToolCall | InvalidCall] = []
     for value in values:
         try:
-            calls.append(_as_call(value))
+            calls.append(as_call(value))
         except ValueError as error:
             calls.append(_invalid(_name_of(value), json.dumps(value), error))
     return calls
@@ -158,7 +163,12 @@ def _name_of(value: object) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def _as_call(value: Any) -> ToolCall:
+def as_call(value: Any) -> ToolCall:
+    """Return a call from any of the shapes that models write.
+
+    Raises:
+        ValueError: If ``value`` has no name, or arguments that are no JSON object.
+    """
     name = _name_of(value)
     if name is None:
         raise ValueError("a call needs a name")
@@ -189,7 +199,7 @@ def _bare_calls(text: str, use: ToolUse) -> list[ToolCall]:
     try:
         values = _values(body)
         if values and all(_name_of(value) in use.names for value in values):
-            return [_as_call(value) for value in values]
+            return [as_call(value) for value in values]
     except ValueError:
         return []
     if use.required and len(use.tools) == 1 and len(values) == 1:

@@ -70,7 +70,7 @@ def all_requirements() -> list[Requirement]:
 
 def test_the_core_declares_what_it_imports():
     declared = names(PROJECT["dependencies"])
-    optional = names(EXTRAS["plot"])
+    optional = names(EXTRAS["plot"]) | names(EXTRAS["structured"])
     assert optional <= imported("pcr_core") <= declared | optional
     # torch imports NumPy on our behalf, in Tensor.numpy().
     unused = declared - imported("pcr_core") - {"numpy"}

@@ -15,6 +15,7 @@ NAMES = {
     "CancelledError",
     "Completion",
     "ConfigError",
+    "DeadlineExceededError",
     "Decisions",
     "Document",
     "DocumentNotFoundError",

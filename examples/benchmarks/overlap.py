@@ -40,7 +40,8 @@ from pcr_core.loop import EngineLoop
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.overlap import OverlapChoice
-from pcr_core.model.runner import Prefilled, Row, Runner
+from pcr_core.model.prefill import Prefilled
+from pcr_core.model.runner import Row, Runner
 from pcr_core.model.setup import Prepared, model_prepared
 from pcr_core.model.streams import OVERLAPS, streams_opened
 from pcr_core.request import Request

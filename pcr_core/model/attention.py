@@ -29,6 +29,7 @@ from pcr_core.model.attention_kernels import (
     OneQueryAttention,
     UnfusedAttention,
 )
+from pcr_core.model.batch_cache import RowsKv
 from pcr_core.model.key_blocks import KEY_BLOCK
 from pcr_core.model.masks import LazyMask, lazy_mask
 
@@ -85,8 +86,8 @@ class KvAttention:
         self,
         module: torch.nn.Module,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | RowsKv,
+        value: torch.Tensor | RowsKv,
         attention_mask: LazyMask | None,
         dropout: float = 0.0,
         scaling: float | None = None,
@@ -99,14 +100,16 @@ class KvAttention:
             query: ``[1, heads, q, k_dim]``.
             key: ``[1, kv_heads, capacity, k_dim]``; positions at or after the last
                 query may hold anything finite.
-            value: ``[1, kv_heads, capacity, v_dim]``.
+            value: ``[1, kv_heads, capacity, v_dim]``. Of a batch, key and value are
+                ``RowsKv``, and each row has one query: each is computed as it would be
+                alone.
             attention_mask: From ``lazy_mask``.
             dropout: Ignored: the engine never trains.
             scaling: Softmax scale.
             options: ``softcap``, ``s_aux`` and ``position_bias`` are refused.
 
         Returns:
-            ``[1, q, heads, v_dim]`` and ``None`` (no attention weights).
+            ``[batch, q, heads, v_dim]`` and ``None`` (no attention weights).
         """
         for name in ("softcap", "s_aux", "position_bias"):
             if options.get(name) is not None:
@@ -116,8 +119,26 @@ class KvAttention:
                 f"{type(module).__name__} runs without a causal mask; only "
                 "decoder-only models can reuse prefixes"
             )
+        if isinstance(key, RowsKv) and isinstance(value, RowsKv):
+            return self._each_row(query, key, value, attention_mask, scaling), None
+        assert isinstance(key, torch.Tensor)
+        assert isinstance(value, torch.Tensor)
         kernel = self._decode if query.shape[2] == 1 else self._prefill
         return kernel(query, key, value, attention_mask, scaling), None
+
+    def _each_row(
+        self,
+        query: torch.Tensor,
+        keys: RowsKv,
+        values: RowsKv,
+        mask: LazyMask,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """One query a row, each over its own buffer."""
+        rows = zip(torch.split(query, 1), keys, values, keys.positions, strict=True)
+        return torch.cat(
+            [self._decode(q, k, v, mask.at(at), scaling) for q, k, v, at in rows]
+        )
 
 
 @contextmanager

@@ -119,6 +119,7 @@ class LayerwiseCache(Cache):
 
     def __init__(self, buffer: RowBuffer, streams: Streams) -> None:
         self._forward = _Forward(buffer, streams)
+        self._streams = streams
         super().__init__(
             layers=[_Layer(self._forward, i) for i in range(len(buffer.keys))]
         )
@@ -156,6 +157,34 @@ class LayerwiseCache(Cache):
         self._forward.length = start
         self._forward.clock = clock
         self._forward.transfers.begin(loads, stores)
+
+    def extend(self) -> None:
+        """Say that a decode step of several rows has added one token."""
+        self._forward.length += 1
+
+    def moved(self) -> LayerwiseCache:
+        """The same row after its buffer has got other memory."""
+        cache = LayerwiseCache(self._forward.buffer, self._streams)
+        cache._forward.length = self._forward.length
+        cache._forward.reach = self._forward.reach
+        return cache
+
+    def copy_from(self, other: LayerwiseCache) -> None:
+        """Take over what another row holds; there must be room for it."""
+        length = other.length
+        ours, theirs = self.buffer, other.buffer
+        for mine, its in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            for to, source in zip(mine, its, strict=True):
+                to[:, :, :length] = source[:, :, :length]
+        self._forward.length = self._forward.reach = length
+
+    def rewind(self, tokens: int) -> None:
+        """Take back the last ``tokens`` tokens; their places are written again."""
+        self._forward.length -= tokens
+
+    def touch(self) -> None:
+        """Say that the next position may be written."""
+        self._forward.reach = max(self._forward.reach, self._forward.length + 1)
 
     def end(self, tokens: int) -> Copied:
         """End a forward that has added ``tokens`` tokens (padding not counted).

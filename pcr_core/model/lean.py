@@ -101,7 +101,7 @@ class _Angles:
     def get(
         self, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[1, n, 1, dim]`` each; the sine's first half negated, for ``_turned``."""
+        """``[batch, n, 1, dim]``; the sine's first half negated, for ``_turned``."""
         if self._of is not sin or self._ready is None:
             half = sin.shape[-1] // 2
             signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
@@ -155,7 +155,7 @@ class LeanLayer:
         position_embeddings: Any = None,
         **options: Any,
     ) -> torch.Tensor:
-        """``[1, n, width]`` -> the same shape."""
+        """``[batch, n, width]`` -> the same shape."""
         cache = options.get("cache", options.get("past_key_values"))
         mixed = self._mix(hidden_states, attention_mask, position_embeddings, cache)
         x = hidden_states + mixed
@@ -166,10 +166,10 @@ class LeanLayer:
 
     def _mix(self, x: torch.Tensor, mask: Any, angles: Any, cache: Any) -> torch.Tensor:
         """Self-attention."""
-        block, rows = self._block, x.shape[1]
+        block, (batch, rows, _) = self._block, x.shape
         qkv = self.qkv.linear(self._normed(x, self._before))
         turning = self._heads + self._kv_heads
-        heads = qkv.view(1, rows, turning + self._kv_heads, self._dim)
+        heads = qkv.view(batch, rows, turning + self._kv_heads, self._dim)
         qk = heads[:, :, :turning]
         cos, sin = self._angles.get(*angles)
         qk = torch.addcmul(qk * cos, _turned(qk), sin).transpose(1, 2)
@@ -178,7 +178,7 @@ class LeanLayer:
         if cache is not None:
             key, value = cache.update(key, value, block.layer_idx)
         out, _ = self._attention(block, query, key, value, mask, scaling=block.scaling)
-        return block.o_proj(out.reshape(1, rows, -1))  # type: ignore[no-any-return]
+        return block.o_proj(out.reshape(batch, rows, -1))  # type: ignore[no-any-return]
 
     def _normed(self, x: torch.Tensor, norm: Any) -> torch.Tensor:
         return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)

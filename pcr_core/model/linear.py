@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,9 @@ from pcr_core.model import onednn
 from pcr_core.model.lean import fused_layers, fused_parts
 from pcr_core.model.row_tiles import (
     COARSE_SIZES,
+    FEW_JUDGED,
+    FEW_SIZES,
+    JUDGED,
     SIZES,
     TIMED_SIZES,
     RowTiles,
@@ -34,6 +37,7 @@ from pcr_core.model.row_tiles import (
 _LARGE_WEIGHT = 6_000_000  # elements; up to here all sizes take a second or two
 _TIMED_LAYERS = 6
 _COMPARED_ROWS = 512
+_COMPARED_FEW = 64
 _ROUNDS = 4
 _TIMING_SECONDS = 2.0
 _CALL_SECONDS = 10e-6  # what one more call costs in Python
@@ -42,10 +46,17 @@ _PACK_MARGIN = 0.95  # packing must win by this much to be worth touching the we
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How to run all layers of one shape."""
+    """How to run all layers of one shape.
+
+    Attributes:
+        packed: Whether on packed weights.
+        tiles: For the tokens of a prefill.
+        few: For one token of each of several rows. The default is one row at a time.
+    """
 
     packed: bool
     tiles: RowTiles
+    few: RowTiles = field(default_factory=lambda: RowTiles({1: 1.0}))
 
 
 class Kernel(Protocol):
@@ -138,15 +149,33 @@ def measure(layers: Sequence[nn.Linear]) -> LayerPlan:
     ]
     bias = _bias(layers[0])
     rows = _noise(weights[0])
-    plain = best_class(_classes([PlainKernel(w, bias) for w in weights], rows, sizes))
+    plain = [PlainKernel(w, bias) for w in weights]
+    found = LayerPlan(
+        False, best_class(_classes(plain, rows, sizes)), few_tiles(plain, rows)
+    )
     if not onednn.supports(weights[0].dtype):
-        return LayerPlan(False, plain)
-    packs = [PackedKernel(onednn.pack(w), bias) for w in weights]
-    packed = best_class(_classes(packs, rows, sizes))
-    dearer = {size: cost / _PACK_MARGIN for size, cost in packed.costs.items()}
-    if best_class([plain.costs, dearer]).costs is plain.costs:
-        return LayerPlan(False, plain)
-    return LayerPlan(True, packed)
+        return found
+    packed = [PackedKernel(onednn.pack(w), bias) for w in weights]
+    other = LayerPlan(
+        True, best_class(_classes(packed, rows, sizes)), few_tiles(packed, rows)
+    )
+    return _better(found, other)
+
+
+def _better(plain: LayerPlan, packed: LayerPlan) -> LayerPlan:
+    """The plan that costs less over a hit, a prompt and decode steps."""
+    ratios = [packed.tiles.seconds(n) / plain.tiles.seconds(n) for n in JUDGED]
+    ratios += [packed.few.seconds(n) / plain.few.seconds(n) for n in FEW_JUDGED]
+    return packed if sum(ratios) / len(ratios) < _PACK_MARGIN else plain
+
+
+def few_tiles(kernels: Sequence[Kernel], rows: torch.Tensor) -> RowTiles:
+    """Row counts that give a row the same bits as others do, for decode steps.
+
+    A class may be single rows only; then several rows are as many products.
+    """
+    some = rows[:_COMPARED_FEW]
+    return best_class(_classes(kernels, some, FEW_SIZES, FEW_SIZES), FEW_JUDGED)
 
 
 def _noise(weight: torch.Tensor) -> torch.Tensor:
@@ -156,14 +185,17 @@ def _noise(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _classes(
-    kernels: Sequence[Kernel], rows: torch.Tensor, sizes: Sequence[int]
+    kernels: Sequence[Kernel],
+    rows: torch.Tensor,
+    sizes: Sequence[int],
+    timed: Sequence[int] = TIMED_SIZES,
 ) -> list[dict[int, float]]:
     """Group tile sizes whose results agree on every row; sizes -> seconds.
 
     A class is represented by all rows in tiles of its first size; a further size is
     compared on one tile, or on as many as make ``_COMPARED_ROWS``.
     """
-    seconds = _seconds(kernels, rows, [size for size in TIMED_SIZES if size in sizes])
+    seconds = _seconds(kernels, rows, [size for size in timed if size in sizes])
     found: list[tuple[torch.Tensor, dict[int, float]]] = []
     for size in sizes:
         result = _tiled(kernels[0], rows, size, size * max(1, _COMPARED_ROWS // size))
@@ -246,12 +278,45 @@ def output_widths(model: Any) -> set[int]:
     return {layer.out_features for layer in _layers(model)}
 
 
+def _is_decode(x: torch.Tensor) -> bool:
+    """Whether this is one token of each row: ``[rows, 1, width]``."""
+    return x.shape[-2] == 1 if x.ndim > 1 else True
+
+
+class _InstalledHead:
+    """The output head: in tiles for one token a row, as it was for all others."""
+
+    def __init__(self, head: nn.Linear, plan: LayerPlan) -> None:
+        self._head = head
+        self._few = plan.few
+        weight, bias = head.weight.detach(), _bias(head)
+        self._kernel: Kernel = PlainKernel(weight, bias)
+        if plan.packed:
+            # A copy, as the embedding may be the same tensor; of that only the rows
+            # that are looked up are needed in memory.
+            self._kernel = PackedKernel(onednn.pack(weight), bias)
+            page_out(weight.data_ptr(), weight.nbytes)
+        head.__dict__["forward"] = self.forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in_features]`` -> ``[..., out_features]``."""
+        if not _is_decode(x):
+            return functional.linear(x, self._head.weight, self._head.bias)
+        rows, width = x.reshape(-1, x.shape[-1]), self._head.out_features
+        return in_tiles(rows, self._kernel, self._few, width).view(*x.shape[:-1], width)
+
+    def remove(self) -> None:
+        """Put back its own forward."""
+        del self._head.__dict__["forward"]
+
+
 class _Installed:
     """One layer running in tiles, and the way back."""
 
     def __init__(self, layer: nn.Linear, plan: LayerPlan) -> None:
         self._layer = layer
         self._tiles = plan.tiles
+        self._few = plan.few
         self._packed = plan.packed
         self._trainable = layer.weight.requires_grad
         bias = _bias(layer)
@@ -268,12 +333,9 @@ class _Installed:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` -> ``[..., out_features]``."""
         rows = x.reshape(-1, self._layer.in_features)
-        # One row is decode: always the same shape, so it needs no tile.
         width = self._layer.out_features
-        if rows.shape[0] == 1:
-            out = self._kernel(rows)
-        else:
-            out = in_tiles(rows, self._kernel, self._tiles, width)
+        tiles = self._few if _is_decode(x) else self._tiles
+        out = in_tiles(rows, self._kernel, tiles, width)
         return out.view(*x.shape[:-1], width)
 
     def remove(self) -> None:
@@ -295,15 +357,51 @@ def plan_layers(model: Any) -> Mapping[Shape, LayerPlan]:
     return {shape: measure(layers) for shape, layers in groups.items()}
 
 
+def plan_head(model: Any) -> LayerPlan | None:
+    """Measure the output head for decode steps; ``None`` if it cannot be tiled.
+
+    Prefills compute one row of it, too, so its tiles for many rows are not used.
+    """
+    head = _head(model)
+    if head is None:
+        return None
+    weight, bias = head.weight.detach(), _bias(head)
+    rows = _noise(weight)
+    few = few_tiles([PlainKernel(weight, bias)], rows)
+    plain = LayerPlan(False, few, few)
+    if not onednn.supports(weight.dtype):
+        return plain
+    few = few_tiles([PackedKernel(onednn.pack(weight), bias)], rows)
+    return _better(plain, LayerPlan(True, few, few))
+
+
+def _head(model: Any) -> nn.Linear | None:
+    """The output head, if it is a plain layer on a CPU that nobody has hooked."""
+    head = model.get_output_embeddings()
+    plain = type(head) is nn.Linear and "forward" not in head.__dict__
+    return head if plain and head.weight.device.type == "cpu" else None
+
+
 def _shape(layer: nn.Linear) -> Shape:
     return layer.in_features, layer.out_features, _bias(layer) is not None
 
 
 @contextmanager
-def row_tiles_installed(model: Any, plans: Mapping[Shape, LayerPlan]) -> Iterator[None]:
-    """Run the model's linear layers in tiles; restore them afterwards."""
-    installed: list[_Installed] = []
+def row_tiles_installed(
+    model: Any, plans: Mapping[Shape, LayerPlan], head_plan: LayerPlan | None = None
+) -> Iterator[None]:
+    """Run the model's linear layers in tiles; restore them afterwards.
+
+    Args:
+        model: See above.
+        plans: From ``plan_layers``.
+        head_plan: From ``plan_head``; ``None`` leaves the output head as it is.
+    """
+    installed: list[_Installed | _InstalledHead] = []
     try:
+        head = _head(model)
+        if head is not None and head_plan is not None:
+            installed.append(_InstalledHead(head, head_plan))
         for layer in list(_layers(model)):
             installed.append(_Installed(layer, plans[_shape(layer)]))
         yield

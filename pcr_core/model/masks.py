@@ -39,6 +39,15 @@ class LazyMask:
         self._blocks: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self._seen: tuple[int, int] | None = None  # by the first query
         self._gaps = False
+        self._single: dict[int, LazyMask] = {}
+
+    def at(self, position: int) -> LazyMask:
+        """The mask of one query at ``position``; the same object for every layer."""
+        mask = self._single.get(position)
+        if mask is None:
+            mask = LazyMask(self._function, position, 1, position + 1)
+            self._single[position] = mask
+        return mask
 
     def block(
         self, start: int, stop: int, keys: int, like: torch.Tensor

@@ -25,8 +25,9 @@ import torch
 from pcr_core.index.chunk import LayerShape
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.loading import LoadedModel
+from pcr_core.model.prefill import Prefilled
 from pcr_core.model.prefill_plan import Cuts
-from pcr_core.model.runner import Prefilled, Runner
+from pcr_core.model.runner import Runner
 from pcr_core.model.streams import OVERLAPS, Overlap, streams_opened
 
 _log = logging.getLogger("pcr_core.model")

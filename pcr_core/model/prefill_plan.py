@@ -105,6 +105,11 @@ def front_chunk(position: int, chunk_tokens: int, sources: Container[int]) -> in
     return index
 
 
+def _cut(position: int, cuts: Cuts) -> int:
+    """Where a prefill may be cut, at or before ``position``."""
+    return position // cuts.align * cuts.align
+
+
 def next_segment(
     position: int,
     tokens: int,
@@ -113,6 +118,7 @@ def next_segment(
     pending: Container[int],
     cuts: Cuts,
     heads: Mapping[int, int] = _NONE,
+    most: int | None = None,
 ) -> Segment:
     """The next forward of a prefill whose first ``position`` tokens are in place.
 
@@ -131,13 +137,15 @@ def next_segment(
         cuts: Where forwards may start and how long they may be.
         heads: How many leading tokens of a chunk that is not stored can be loaded all
             the same; they end where a forward may start.
+        most: Longest forward in tokens, a multiple of ``cuts.align``; ``None`` for no
+            limit but that of ``cuts``.
     """
     front = front_chunk(position, chunk_tokens, sources)
     loads = range(position // chunk_tokens, front)
     last = (tokens - 1) // cuts.align * cuts.align
     reached = front * chunk_tokens + heads.get(front, 0)
     start = min(reached, last) if reached > position else position
-    stop = tokens
+    stop = tokens if most is None else min(tokens, _cut(start + most, cuts))
     if cuts.step is not None:
         stop = min(stop, (start // cuts.step + 1) * cuts.step)
     for index in range(start // chunk_tokens + 1, -(-stop // chunk_tokens)):

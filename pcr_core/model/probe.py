@@ -13,10 +13,10 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -33,12 +33,12 @@ from pcr_core.model.linear import (
     output_widths,
 )
 from pcr_core.model.loading import LoadedModel
-from pcr_core.model.prefill_plan import ROW_UNIT, shape_independent
+from pcr_core.model.prefill_plan import ROW_UNIT, free, shape_independent
 from pcr_core.model.row_tiles import RowTiles
-from pcr_core.model.runner import Row, Runner
+from pcr_core.model.runner import Decoding, Row, Runner
 
 _log = logging.getLogger("pcr_core.model")
-_FORMAT = 3  # of the verdict's file; part of its name
+_FORMAT = 4  # of the verdict's file; part of its name
 _IDENTITY_TOKENS = 48
 _MOST_ROWS = 1 << 15
 # One forward across a key block, against cuts at one row tile, at odd multiples of it,
@@ -128,6 +128,54 @@ def _run_cut(runner: Runner, tokens: list[int], stops: list[int]) -> list[bytes]
     return result
 
 
+_DECODED = (5, 40, 23, 61, 18, 33, 9, 50)  # prompt lengths of rows decoded together
+_TOGETHER = (2, 3, 8)
+_CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+
+
+def how_rows_decode(loaded: LoadedModel, chunk_tokens: int) -> Decoding:
+    """Whether rows decoded together give what each gives alone.
+
+    Returns:
+        ``"serial"`` if this model's code cannot take several rows, or mixes them up;
+        ``"invariant"`` if every bit is the same, ``"close"`` if it rounds differently.
+    """
+    runner = Runner(loaded, chunk_tokens, free(), decoding="close")
+    tokens = _probe_tokens(loaded, max(_DECODED) + 1)
+    rows = [runner.open_row(len(tokens)) for _ in _DECODED]
+    try:
+        lengths = [min(n, loaded.context_window - 2) for n in _DECODED]
+        for row, length in zip(rows, lengths, strict=True):
+            runner.prefill(row, tokens[-length:], _silent_io())
+        each = zip(rows, tokens, strict=False)
+        alone = torch.cat([_decoded(runner, [row], [token]) for row, token in each])
+        worst = 0.0
+        for count in _TOGETHER:
+            together = _decoded(runner, rows[:count], tokens)
+            if together.shape != alone[:count].shape or not together.isfinite().all():
+                return "serial"
+            far = (together.float() - alone[:count].float()).abs().max()
+            worst = max(worst, float(far))
+        if worst == 0:
+            return "invariant"
+        limit = _CLOSE.get(loaded.dtype, 1e-4) * float(alone.float().abs().max())
+        return "close" if worst <= limit else "serial"
+    except Exception as error:  # whatever this model's code does with several rows
+        _log.info("rows are decoded one after another: %s", error)
+        return "serial"
+    finally:
+        for row in rows:
+            runner.close_row(row)
+
+
+def _decoded(runner: Runner, rows: Sequence[Row], tokens: Sequence[int]) -> Any:
+    """Logits of one token more of each row, which are then as they were."""
+    logits = runner.decode(rows, tokens[: len(rows)])
+    for row in rows:
+        row.cache.rewind(1)
+    return logits
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What the probes found.
@@ -136,11 +184,15 @@ class Verdict:
         layers: How to run linear layers of each shape; empty off CPU.
         attention: How SDPA may be called.
         shape_independent: Whether prefills may be cut anywhere without a trace.
+        head: How to run the output head on one token of each row, if it can be tiled.
+        decoding: What became of several rows decoded together.
     """
 
     layers: Mapping[Shape, LayerPlan]
     attention: AttentionPlan
     shape_independent: bool
+    head: LayerPlan | None = None
+    decoding: Decoding = "serial"
 
 
 def verdict_path(cache_dir: Path, loaded: LoadedModel, fields: Any) -> Path:
@@ -172,15 +224,31 @@ def read_verdict(path: Path) -> Verdict | None:
     try:
         found = json.loads(path.read_text())
         layers = {
-            (item["in"], item["out"], item["bias"]): LayerPlan(
-                item["packed"], RowTiles({int(k): v for k, v in item["tiles"].items()})
-            )
+            (item["in"], item["out"], item["bias"]): _plan_of(item)
             for item in found["layers"]
         }
         attention = _attention_of(found["attention"])
-        return Verdict(layers, attention, bool(found["shape_independent"]))
+        head = found["head"] and _plan_of(found["head"])
+        if found["decoding"] not in get_args(Decoding):
+            return None
+        return Verdict(
+            layers,
+            attention,
+            bool(found["shape_independent"]),
+            head,
+            found["decoding"],
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _plan_of(found: Any) -> LayerPlan:
+    tiles, few = _tiles_of(found["tiles"]), _tiles_of(found["few"])
+    return LayerPlan(found["packed"], tiles, few)
+
+
+def _tiles_of(found: Any) -> RowTiles:
+    return RowTiles({int(size): seconds for size, seconds in found.items()})
 
 
 def _attention_of(found: Any) -> AttentionPlan:
@@ -194,6 +262,11 @@ def _attention_of(found: Any) -> AttentionPlan:
     )
 
 
+def _as_json(plan: LayerPlan) -> dict[str, Any]:
+    tiles, few = dict(plan.tiles.costs), dict(plan.few.costs)
+    return {"packed": plan.packed, "tiles": tiles, "few": few}
+
+
 def keep_verdict(path: Path, verdict: Verdict) -> Verdict:
     """Write a verdict unless another process did first; return the one that counts.
 
@@ -205,8 +278,7 @@ def keep_verdict(path: Path, verdict: Verdict) -> Verdict:
             "in": shape[0],
             "out": shape[1],
             "bias": shape[2],
-            "packed": plan.packed,
-            "tiles": dict(plan.tiles.costs),
+            **_as_json(plan),
         }
         for shape, plan in verdict.layers.items()
     ]
@@ -215,6 +287,8 @@ def keep_verdict(path: Path, verdict: Verdict) -> Verdict:
             "layers": layers,
             "attention": asdict(verdict.attention),
             "shape_independent": verdict.shape_independent,
+            "head": verdict.head and _as_json(verdict.head),
+            "decoding": verdict.decoding,
         }
     )
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{uuid.uuid4().hex}")

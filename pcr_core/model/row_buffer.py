@@ -57,6 +57,21 @@ class RowBuffer:
                 keys[layer] = values[layer] = keys[layer][:0]
         self.capacity = capacity
 
+    def move_to(self, larger: RowBuffer, keep: int) -> None:
+        """Take another buffer's memory over, with the first ``keep`` positions in it.
+
+        Layer by layer, so that little is there twice.
+        """
+        for layer in range(len(self.keys)):
+            for old, new in (
+                (self.keys, larger.keys),
+                (self.values, larger.values),
+            ):
+                new[layer][:, :, :keep] = old[layer][:, :, :keep]
+                old[layer] = new[layer]
+        self.capacity = larger.capacity
+        larger.keys, larger.values, larger.capacity = [], [], 0
+
     def release(self) -> None:
         """Free the memory."""
         self.capacity = 0
@@ -69,6 +84,11 @@ class RowBuffer:
         """
         for buffer in (*self.keys, *self.values):
             buffer[:, :, :tokens].zero_()
+
+    def bytes_for(self, tokens: int) -> int:
+        """What room for so many tokens takes."""
+        per_token = sum(s.kv_heads * (s.k_dim + s.v_dim) for s in self._shapes)
+        return round_up(tokens, KEY_BLOCK) * per_token * self._dtype.itemsize
 
     @property
     def nbytes(self) -> int:

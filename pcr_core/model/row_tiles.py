@@ -25,7 +25,13 @@ SIZES = (*range(16, 256, 16), *range(256, 2049, 64))
 COARSE_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 """The candidates for layers on which comparing all of them would take too long."""
 
-_JUDGED = (32, 128, 1088)
+FEW_SIZES = (1, 2, 4, 8, 16, 32)
+"""Candidate tiles for decode steps, where each row has one token."""
+
+FEW_JUDGED = (1, 4, 8)
+"""Numbers of rows their classes are judged by."""
+
+JUDGED = (32, 128, 1088)
 """Row counts a class is judged by: two questions after a hit, and a cold prefill."""
 
 
@@ -80,14 +86,20 @@ def interpolate(timed: Mapping[int, float], size: int) -> float:
     return timed[a] + (timed[b] - timed[a]) * (size - a) / (b - a)
 
 
-def best_class(groups: Sequence[Mapping[int, float]]) -> RowTiles:
+def best_class(
+    groups: Sequence[Mapping[int, float]], judged: Sequence[int] = JUDGED
+) -> RowTiles:
     """Choose among classes (tile size -> seconds) the one that costs least overall.
 
     Judged at a few row counts, each relative to the best class there, so that neither
     a cold prefill nor a hit is sacrificed for the other.
+
+    Args:
+        groups: See above.
+        judged: The row counts.
     """
     classes = [RowTiles(group) for group in groups]
-    least = {rows: min(c.seconds(rows) for c in classes) for rows in _JUDGED}
+    least = {rows: min(c.seconds(rows) for c in classes) for rows in judged}
     return min(
-        classes, key=lambda c: sum(c.seconds(rows) / least[rows] for rows in _JUDGED)
+        classes, key=lambda c: sum(c.seconds(rows) / least[rows] for rows in judged)
     )

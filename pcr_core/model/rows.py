@@ -48,6 +48,7 @@ class RowPool:
             is kept for its memory.
         most_bytes: What all rows at rest may hold together. A longer row is not kept.
         align: Computing starts at multiples of this many tokens.
+        most_taken_bytes: What all rows in use may hold together.
 
     Attributes:
         most: See above.
@@ -59,11 +60,14 @@ class RowPool:
         most: int,
         most_bytes: float = math.inf,
         align: int = 1,
+        most_taken_bytes: float = math.inf,
     ) -> None:
         self.most = most
         self._make = make
         self._most_bytes = most_bytes
         self._align = align
+        self._most_taken = most_taken_bytes
+        self._sample = make()  # to know what rows take
         self._resting: list[RestingRow] = []  # the longest at rest first
         self._taken: list[RowBuffer] = []
         self._barred: set[int] = set()  # ids of taken rows that must not be kept
@@ -77,6 +81,15 @@ class RowPool:
     def resting_bytes(self) -> int:
         """Bytes of the rows at rest."""
         return sum(row.buffer.nbytes for row in self._resting)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the rows in use."""
+        return sum(buffer.nbytes for buffer in self._taken)
+
+    def fits(self, room: int) -> bool:
+        """Whether one row more, of so many positions, is within the limit."""
+        return self.taken_bytes + self._sample.bytes_for(room) <= self._most_taken
 
     def resident(self, prompt: Sequence[int]) -> int:
         """With how many leading tokens in place a prompt would start now. Pure."""
@@ -103,9 +116,55 @@ class RowPool:
         if row is not None:
             self._resting.remove(row)
         buffer = row.buffer if row is not None else self._make()
+        surplus = buffer.nbytes - buffer.bytes_for(room)
+        if surplus > 0 and 2 * buffer.nbytes > self._most_taken - self.taken_bytes:
+            buffer.release()  # others would find no room beside so long a row
+            resident = 0
+        if not self.fits(room):
+            raise DeviceMemoryError(self._over(room))
         resident = self._make_room(buffer, room, resident)
         self._taken.append(buffer)
         return buffer, resident
+
+    def grow(self, buffer: RowBuffer, room: int, keep: int) -> None:
+        """Make room in a row that is in use.
+
+        Args:
+            buffer: The row; it may come back with less room than asked for when
+                that is all there is, but with ``keep + 1`` positions at least.
+            room: Positions it is to have.
+            keep: Leading positions that stay.
+
+        Raises:
+            DeviceMemoryError: If there is no memory for it; the row is as it was.
+        """
+        beside = self.taken_bytes - buffer.nbytes
+        for wanted in (room, keep + 1):
+            if beside + buffer.bytes_for(wanted) <= self._most_taken:
+                self._grow_taken(buffer, wanted, keep)
+                return
+        raise DeviceMemoryError(self._over(keep + 1))
+
+    def _grow_taken(self, buffer: RowBuffer, room: int, keep: int) -> None:
+        larger = self._make()
+        for attempt in range(2):
+            try:
+                larger.reserve(room)
+                break
+            except (RuntimeError, MemoryError) as error:
+                larger.release()
+                if attempt or not self.give_up():
+                    raise DeviceMemoryError(
+                        f"there is no memory for the KV of {room} tokens; use a "
+                        "smaller max_tokens or max_batch_size"
+                    ) from error
+        buffer.move_to(larger, keep)
+
+    def _over(self, room: int) -> str:
+        return (
+            f"row_bytes={self._most_taken:.0f} leaves no room for the KV of {room} "
+            "tokens; raise it, or use a shorter prompt or a smaller max_tokens"
+        )
 
     def give_back(self, buffer: RowBuffer, tokens: Sequence[int], reach: int) -> None:
         """Lay a row to rest.

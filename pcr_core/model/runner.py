@@ -1,4 +1,4 @@
-"""The forward passes of one row: prefill over stored chunks, then decode.
+"""The forward passes: a prompt over stored chunks, and one token of several rows.
 
 Knows nothing about tiers: chunks to read and chunks to fill come in a ``ChunkIO``.
 Engine thread only.
@@ -8,108 +8,38 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
+from transformers.cache_utils import Cache
 
 from pcr_core.errors import ChunkLostError, DeviceMemoryError, ModelError, PcrError
 from pcr_core.model import _compat
+from pcr_core.model.batch_cache import BatchCache
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.key_blocks import KEY_BLOCK, round_up
 from pcr_core.model.layerwise_cache import LayerwiseCache
 from pcr_core.model.loading import LoadedModel
+from pcr_core.model.prefill import Forward, Prefill, Prefilled
 from pcr_core.model.prefill_plan import (
     Cuts,
     Segment,
-    front_chunk,
     must_compute,
-    next_segment,
     usable_chunks,
 )
 from pcr_core.model.row_buffer import RowBuffer
 from pcr_core.model.rows import RowPool
 from pcr_core.model.streams import Streams, inline_streams
-from pcr_core.model.transfers import Copied, LayerClock, in_runs
-from pcr_core.timeline.interval import Interval
+from pcr_core.model.transfers import LayerClock, in_runs
+
+Decoding = Literal["invariant", "close", "serial"]
+"""What several rows in one forward give: the bits of each alone, the same but for
+rounding, or nothing of use, so that they run one after another."""
 
 _READY_ROWS = 2
 READY_BYTES = _READY_ROWS * 48 * 2**20
 """KV memory that is made ready before the first request, at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """One forward of a prefill.
-
-    Attributes:
-        start, stop: Range of tokens it computed; ``start`` tokens were in place.
-        host_seconds: How long it kept the caller.
-        copied: What was copied meanwhile.
-        clock: When compute worked on which layer.
-    """
-
-    start: int
-    stop: int
-    host_seconds: float
-    copied: Copied
-    clock: LayerClock
-
-    @property
-    def seconds(self) -> float:
-        """How long it took, copies in and out included, waits for reads not.
-
-        A GPU may still be computing when the caller goes on; this waits for it.
-        """
-        return max(self.host_seconds, self.clock.seconds) - self.copied.waited
-
-    def intervals(self) -> list[Interval]:
-        """Where its time went, in seconds of ``time.perf_counter``."""
-        computed = self.clock.intervals(self.stop - self.start)
-        return [*self.copied.intervals(), *computed]
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """What a prefill gave.
-
-    Attributes:
-        logits: Of the last token, ``[1, vocabulary]``.
-        forwards: What went through the model, in order.
-        waited: Seconds spent waiting for reads.
-        resident: Leading tokens whose KV was in the row already.
-        chunk_tokens: Tokens per chunk.
-    """
-
-    logits: torch.Tensor
-    forwards: tuple[Forward, ...]
-    waited: float
-    resident: int
-    chunk_tokens: int
-
-    @property
-    def computed(self) -> tuple[tuple[int, int], ...]:
-        """Token ranges that went through the model."""
-        return tuple((forward.start, forward.stop) for forward in self.forwards)
-
-    def loaded(self, index: int) -> int:
-        """Tokens of chunk ``index`` that were neither in the row nor computed."""
-        first, (_, end) = index * self.chunk_tokens, self.computed[-1]
-        start, stop = max(first, self.resident), min(first + self.chunk_tokens, end)
-        computed = sum(max(0, min(b, stop) - max(a, start)) for a, b in self.computed)
-        return max(0, stop - start) - computed
-
-    def cached(self, tiers: Mapping[int, str]) -> dict[str, int]:
-        """Tokens that were not computed, by tier.
-
-        Args:
-            tiers: Where chunks could be loaded from, by index.
-        """
-        found = {"device": self.resident}
-        for index, tier in tiers.items():
-            found[tier] = found.get(tier, 0) + self.loaded(index)
-        return {tier: tokens for tier, tokens in found.items() if tokens}
 
 
 class Row:
@@ -133,7 +63,7 @@ class Row:
 
 
 class Runner:
-    """Runs one loaded model. One row at a time.
+    """Runs one loaded model.
 
     Args:
         loaded: The model.
@@ -142,6 +72,11 @@ class Runner:
         streams: Where copies run; by default on the compute queue.
         resident_rows: Rows that keep their KV when they have finished.
         resting_bytes: What these may hold together.
+        decoding: Whether several rows are decoded in one forward.
+        row_bytes: What all rows in use may hold together.
+
+    Attributes:
+        chunk_tokens, cuts, streams, decoding: See above.
     """
 
     def __init__(
@@ -153,11 +88,14 @@ class Runner:
         *,
         resident_rows: int = 0,
         resting_bytes: float = math.inf,
+        decoding: Decoding = "serial",
+        row_bytes: float = math.inf,
     ) -> None:
         self._model = loaded.model
         self._device = loaded.device
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self.cuts = cuts
+        self.decoding = decoding
         self.streams = streams or inline_streams(loaded.device)
         self._shapes = loaded.shapes
         self._itemsize = loaded.dtype.itemsize
@@ -167,6 +105,7 @@ class Runner:
             resident_rows,
             resting_bytes,
             cuts.align,
+            row_bytes,
         )
         self._cache_argument = _compat.cache_argument(loaded.model)
         self._partial_logits = _compat.takes_logits_to_keep(loaded.model)
@@ -178,11 +117,11 @@ class Runner:
 
     def usable_chunks(self, tokens: int) -> int:
         """How many leading chunks of a prompt of ``tokens`` tokens may be read."""
-        return usable_chunks(tokens, self._chunk_tokens, self.cuts)
+        return usable_chunks(tokens, self.chunk_tokens, self.cuts)
 
     def must_compute(self, tokens: int) -> int:
         """How many tokens at a prompt's end run, even if every chunk is there."""
-        return must_compute(tokens, self._chunk_tokens, self.cuts)
+        return must_compute(tokens, self.chunk_tokens, self.cuts)
 
     def make_ready(self) -> None:
         """Allocate and touch rows, so that the first requests need not.
@@ -193,10 +132,10 @@ class Runner:
             shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in self._shapes
         )
         affordable = READY_BYTES // _READY_ROWS // (per_token * self._itemsize)
-        rows = [
-            self.open_row(min(self._window, affordable))
-            for _ in range(min(max(1, self._rows.most), _READY_ROWS))
-        ]
+        room, rows = min(self._window, affordable), list[Row]()
+        for _ in range(min(max(1, self._rows.most), _READY_ROWS)):
+            if self.fits(room):
+                rows.append(self.open_row(room))
         for row in rows:
             row.cache.buffer.clear(row.cache.buffer.capacity)
             self.close_row(row)
@@ -219,9 +158,48 @@ class Runner:
         Raises:
             DeviceMemoryError: If there is no memory for it.
         """
-        room = round_up(tokens, max(self.cuts.pad, KEY_BLOCK))
-        buffer, resident = self._rows.take(prompt, room)
+        buffer, resident = self._rows.take(prompt, self._padded(tokens))
         return Row(LayerwiseCache(buffer, self.streams), resident)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a row of so many tokens may be opened beside those in use. Pure."""
+        return self._rows.fits(self._padded(tokens))
+
+    def make_room(self, row: Row, most: int) -> None:
+        """See to it that a row can hold one token more.
+
+        Args:
+            row: The row.
+            most: Tokens it will hold at its end; it grows by half, up to that.
+
+        Raises:
+            DeviceMemoryError: If there is no memory for it; the row is as it was.
+        """
+        buffer = row.cache.buffer
+        if row.length < buffer.capacity:
+            return
+        room = min(most, buffer.capacity + max(KEY_BLOCK, buffer.capacity // 2))
+        self._rows.grow(buffer, max(room, row.length + 1), row.length)
+        row.cache = row.cache.moved()
+
+    def copy_row(self, row: Row, tokens: int) -> Row:
+        """A second row with the same KV, and room for ``tokens`` tokens.
+
+        Raises:
+            DeviceMemoryError: If there is no memory for it.
+        """
+        copy = self.open_row(max(tokens, row.length))
+        copy.resident = 0
+        copy.cache.copy_from(row.cache)
+        copy.tokens = list(row.tokens)
+        return copy
+
+    def give_up(self) -> bool:
+        """Free the memory of rows at rest; returns whether there was any."""
+        return self._rows.give_up()
+
+    def _padded(self, tokens: int) -> int:
+        return round_up(tokens, max(self.cuts.pad, KEY_BLOCK))
 
     def close_row(self, row: Row) -> None:
         """Give the row back; ``row.tokens`` says what others may go on from."""
@@ -231,78 +209,61 @@ class Runner:
         """Have no later request go on from any row that there is now."""
         self._rows.forget()
 
+    def begin_prefill(self, row: Row, tokens: Sequence[int], io: ChunkIO) -> Prefill:
+        """Prepare KV for all ``tokens`` and the logits of the last, forward by forward.
+
+        ``io`` must stay as it is until the last forward has run.
+        """
+        return Prefill(self, row, tokens, io)
+
     def prefill(self, row: Row, tokens: Sequence[int], io: ChunkIO) -> Prefilled:
-        """KV for all ``tokens`` and the logits of the last.
+        """KV for all ``tokens`` and the logits of the last, at once.
 
         Raises:
             ModelError: If the forward pass fails.
         """
-        position = resident = row.resident
-        logits, forwards, filled = torch.empty(0), list[Forward](), set[int]()
-        waited = 0.0
-        while position < len(tokens):
-            io.between()
-            began = time.perf_counter()
-            if not forwards:
-                position = resident = self._taken_over(position, io)
-            self._settle(position, io)
-            waited += time.perf_counter() - began
-            segment = self._next_segment(position, len(tokens), io)
-            stores = io.stores(segment.stop // self._chunk_tokens, filled)
-            done = self._try_segment(row, tokens, segment, stores, io)
-            if done is None:
-                continue
-            logits, forward = done
-            for index in stores:
-                io.filled(index)
-            filled.update(stores)
-            forwards.append(forward)
-            waited += forward.copied.waited
-            position = segment.stop
-        row.tokens = list(tokens)
-        return Prefilled(logits, tuple(forwards), waited, resident, self._chunk_tokens)
+        run = self.begin_prefill(row, tokens, io)
+        run.advance(None)
+        return run.result()
 
-    def decode(self, row: Row, token: int) -> torch.Tensor:
-        """Append one token; returns its logits ``[1, vocabulary]``."""
-        row.cache.begin(row.length)
-        logits = self._forward(row, [token], row.length, 1)
-        row.cache.end(1)
-        if not self.cuts.exact:  # a forward of one row may round differently
-            row.tokens.append(token)
+    def decode(self, rows: Sequence[Row], tokens: Sequence[int]) -> torch.Tensor:
+        """Append one token to each row; returns ``[rows, vocabulary]`` logits.
+
+        If it raises, no row has become longer, and it can be tried again.
+
+        Raises:
+            ModelError: If the forward pass fails.
+        """
+        together = len(rows) > 1 and self.decoding != "serial"
+        if together:
+            logits = self._decode_together(rows, tokens)
+        else:
+            pairs = zip(rows, tokens, strict=True)
+            logits = torch.cat([self._decode_alone(row, token) for row, token in pairs])
+        for row, token in zip(rows, tokens, strict=True):
+            row.cache.extend()
+            if not self.cuts.exact:  # a forward of one row may round differently
+                row.tokens.append(token)
         return logits
 
-    def _taken_over(self, resident: int, io: ChunkIO) -> int:
-        """How many of the tokens that a row was opened with are left as they are.
+    def _decode_alone(self, row: Row, token: int) -> torch.Tensor:
+        row.cache.begin(row.length)
+        try:
+            return self._forward(row.cache, [[token]], row.length, 1)
+        finally:
+            row.cache.end(0)
 
-        Of a chunk that is only begun the whole can be loaded, if it is stored.
-        """
-        index = resident // self._chunk_tokens
-        if index in io.pending:
-            self._settle(resident, io)
-        return index * self._chunk_tokens if index in io.sources else resident
+    def _decode_together(
+        self, rows: Sequence[Row], tokens: Sequence[int]
+    ) -> torch.Tensor:
+        caches = [row.cache for row in rows]
+        for cache in caches:
+            cache.touch()
+        positions = torch.tensor([[cache.length] for cache in caches])
+        ids = torch.tensor([[token] for token in tokens])
+        return self._logits(BatchCache(caches), ids, positions, 1)
 
-    def _settle(self, position: int, io: ChunkIO) -> None:
-        """Have the reads settled that the next forward depends on."""
-        while (
-            index := front_chunk(position, self._chunk_tokens, io.sources)
-        ) in io.pending:
-            io.settle(index)
-            if index in io.pending:
-                raise RuntimeError(f"settle({index}) left the chunk pending")
-
-    def _next_segment(self, position: int, total: int, io: ChunkIO) -> Segment:
-        heads = {index: head.tokens for index, head in io.heads.items()}
-        return next_segment(
-            position,
-            total,
-            self._chunk_tokens,
-            io.sources,
-            io.pending,
-            self.cuts,
-            heads,
-        )
-
-    def _try_segment(
+    def try_segment(
         self,
         row: Row,
         tokens: Sequence[int],
@@ -335,8 +296,8 @@ class Runner:
         try:
             row.cache.begin(
                 segment.start,
-                io.loads(segment, self._chunk_tokens),
-                in_runs(io.sinks, stores, self._chunk_tokens),
+                io.loads(segment, self.chunk_tokens),
+                in_runs(io.sinks, stores, self.chunk_tokens),
                 clock,
             )
             logits = self.forward_range(row, part, segment.start)
@@ -357,10 +318,10 @@ class Runner:
         """
         count = len(tokens)
         padding = [tokens[-1]] * (round_up(count, self.cuts.pad) - count)
-        return self._forward(row, [*tokens, *padding], start, count)
+        return self._forward(row.cache, [[*tokens, *padding]], start, count)
 
     def _forward(
-        self, row: Row, tokens: list[int], start: int, count: int
+        self, cache: LayerwiseCache, tokens: list[list[int]], start: int, count: int
     ) -> torch.Tensor:
         """Run ``tokens``, of which the first ``count`` are real, at ``start``.
 
@@ -368,18 +329,23 @@ class Runner:
         within the context window; later queries never see it, as its place is
         overwritten before they come.
         """
-        ids = torch.tensor([tokens], device=self._device)
-        positions = torch.arange(start, start + len(tokens), device=self._device)
+        positions = torch.arange(start, start + len(tokens[0]))
         positions.clamp_(max=start + count - 1)
-        options: dict[str, Any] = {self._cache_argument: row.cache}
+        return self._logits(cache, torch.tensor(tokens), positions[None], count)
+
+    def _logits(
+        self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """One forward; the logits of the ``count``-th token, ``[rows, vocabulary]``."""
+        options: dict[str, Any] = {self._cache_argument: cache}
         if self._partial_logits:
             # A tensor, not a number: with padding the last real row is not the last.
             options["logits_to_keep"] = torch.tensor([count - 1], device=self._device)
         try:
             with torch.inference_mode():
                 output = self._model(
-                    input_ids=ids,
-                    position_ids=positions.unsqueeze(0),
+                    input_ids=ids.to(self._device),
+                    position_ids=positions.to(self._device),
                     use_cache=True,
                     **options,
                 )

@@ -22,7 +22,7 @@ from pcr_core.model.attention import (
 from pcr_core.model.attention_probe import plan_attention
 from pcr_core.model.fingerprint import model_fields
 from pcr_core.model.lean import lean_candidates, lean_layers_installed
-from pcr_core.model.linear import plan_layers, row_tiles_installed
+from pcr_core.model.linear import plan_head, plan_layers, row_tiles_installed
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.overlap import OverlapChoice, choose_overlap
 from pcr_core.model.prefill_plan import Cuts, free, grid, shape_independent
@@ -80,7 +80,7 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
         with (
             attention_installed(loaded.model, attention),
             lean_layers_installed(loaded.model, attention),
-            row_tiles_installed(loaded.model, verdict.layers),
+            row_tiles_installed(loaded.model, verdict.layers, verdict.head),
             ExitStack() as lifetimes,
         ):
             cuts = choose_cuts(config, exact_is_free=verdict.shape_independent)
@@ -96,6 +96,8 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
                 streams,
                 resident_rows=config.resident_rows,
                 resting_bytes=resting_bytes(loaded.device),
+                decoding=verdict.decoding,
+                row_bytes=row_budget(config, loaded.device),
             )
             fields += [
                 ("chunk", str(chunk_tokens).encode()),
@@ -116,6 +118,16 @@ def resting_bytes(device: torch.device) -> int:
         left, _ = torch.cuda.mem_get_info(device)
         return max(READY_BYTES, left // _PART)
     return max(READY_BYTES, min(_MOST_HOST_BYTES, available_bytes() // _PART))
+
+
+def row_budget(config: EngineConfig, device: torch.device) -> float:
+    """What all running rows may hold together, in bytes: as set, or by what is left."""
+    if config.row_bytes != "auto":
+        return config.row_bytes
+    if device.type == "cuda":
+        left, _ = torch.cuda.mem_get_info(device)
+        return left // 2
+    return max(READY_BYTES, available_bytes() // 4)
 
 
 def _overlap(
@@ -170,13 +182,15 @@ def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:
     ):
         eligible = probe.may_be_shape_independent(loaded)
         layers = plan_layers(loaded.model)
-        tiles.enter_context(row_tiles_installed(loaded.model, layers))
+        head = plan_head(loaded.model)
+        tiles.enter_context(row_tiles_installed(loaded.model, layers, head))
         try:
             exact = eligible and probe.is_shape_independent(loaded, chunk_tokens)
+            decoding = probe.how_rows_decode(loaded, chunk_tokens)
             probe.identity_digest(Runner(loaded, chunk_tokens, free()), loaded)
         except ModelError as error:
             raise UnsupportedModelError(
                 f"{type(loaded.model).__name__} does not run with the engine's "
                 f"attention function ({error}); its code handles masks its own way"
             ) from error
-    return probe.keep_verdict(path, probe.Verdict(layers, plan, exact))
+    return probe.keep_verdict(path, probe.Verdict(layers, plan, exact, head, decoding))

@@ -58,7 +58,8 @@ class Accounts:
         """Count one use of the whole path, what was found of it, what was missing."""
         found = self._found(lease)
         cached = sum(found.values())
-        self._count(lease, found)
+        if lease.counted:
+            self._count(lease, found)
         nodes = [chunk.node for chunk in lease.path]
         missed = [i for i in range(lease.covered, len(nodes)) if i not in lease.sources]
         computed = lease.prompt_tokens - cached

@@ -68,6 +68,7 @@ class Lease:
         done: Indices of the sinks that are filled.
         reused: Prompt tokens that were not computed, by tier. Whoever computes says so;
             ``None`` stands for all that was lent.
+        counted: Whether it counts as a request in the statistics.
         patience: Seconds for which it would still wait for its reads.
         checkpoint: Called now and then during ``settle``; may raise to end it.
     """
@@ -97,6 +98,7 @@ class Lease:
         self.reads: list[ReadSpan] = []
         self.done: set[int] = set()
         self.reused: Mapping[str, int] | None = None
+        self.counted = True
         self.patience = math.inf
         self.checkpoint: Callable[[], None] = lambda: None
 

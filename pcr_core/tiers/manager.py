@@ -16,7 +16,7 @@ from functools import partial
 
 from pcr_core.cost import PrefillTimes
 from pcr_core.index.chunk import ChunkKey, ChunkLayout, Namespace, chunk_keys
-from pcr_core.index.node import Event
+from pcr_core.index.node import Event, Host
 from pcr_core.memory import collector_paused
 from pcr_core.stats import CacheStats, Decisions, StoreCounters
 from pcr_core.tiers.assembly import Parts, Shared, assemble
@@ -108,6 +108,11 @@ class TierManager:
     def match(self, keys: Sequence[ChunkKey]) -> list[ChunkState]:
         """Say where each chunk could be read from now. Pure: nothing is re-ranked."""
         return self._catalogue.states(keys)
+
+    def is_reading(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether any of these chunks is on its way from SSD to DRAM. Pure."""
+        nodes = self._tree.match(keys)
+        return any(node is not None and node.host is Host.FILLING for node in nodes)
 
     @property
     def dram_chunks(self) -> int:

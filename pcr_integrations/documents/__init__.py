@@ -22,6 +22,7 @@ from pcr_integrations.documents._source import (
     Item,
     RetrieverStats,
 )
+from pcr_integrations.documents._submit import explain
 
 __all__ = [
     "DocumentRegistry",
@@ -31,5 +32,6 @@ __all__ = [
     "Item",
     "RetrieverStats",
     "ReuseWarning",
+    "explain",
     "registry",
 ]

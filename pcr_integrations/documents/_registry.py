@@ -18,7 +18,8 @@ from weakref import ReferenceType, ref
 
 from pcr_core import Document
 from pcr_integrations.documents._escapes import unescaped
-from pcr_integrations.documents._text_index import SHORTEST, TextIndex
+from pcr_integrations.documents._pieces import PieceIndex
+from pcr_integrations.documents._text_index import SHORTEST, Match, TextIndex
 
 if TYPE_CHECKING:
     from pcr_integrations.documents._source import DocumentSource
@@ -57,8 +58,8 @@ class Place:
     Attributes:
         part: Index of the string.
         start, stop: Its characters there; ``None`` if it stands there escaped.
-        text: The text, without the white space around it.
-        documents: The text under each of its ids.
+        text: The text, without the white space around it; or a piece of it.
+        documents: That under each of its ids.
         source: Who handed it over last.
     """
 
@@ -120,6 +121,7 @@ class DocumentRegistry:
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._index = TextIndex()
+        self._pieces = PieceIndex()
         self._bytes = 0
         self._evicted = self._too_short = 0
         self._prompts = self._found = self._lost = 0
@@ -143,6 +145,10 @@ class DocumentRegistry:
         A text of which a longer known text covers an occurrence is not reported for
         that occurrence. Where a string has backslashes, it is also searched with its
         escapes resolved, once and twice: results of tools are JSON.
+
+        Of the 256 texts handed over last, pieces of 80 characters or more are found
+        where the whole is not: runs of whole sentences or lines. A chain that cuts
+        documents to fit its context window leaves those.
 
         Returns:
             In the order in which they stand; a text that stands several times in one
@@ -179,6 +185,7 @@ class DocumentRegistry:
         with self._lock:
             self._entries.clear()
             self._index = TextIndex()
+            self._pieces = PieceIndex()
             self._bytes = 0
 
     @property
@@ -225,6 +232,7 @@ class DocumentRegistry:
             del entry.ids[next(iter(entry.ids))]
         entry.source = source
         self._entries.move_to_end(text)
+        self._pieces.add(text)
         while self._bytes > self._max_bytes and len(self._entries) > 1:
             self._drop(next(iter(self._entries.values())))
             self._evicted += 1
@@ -232,13 +240,15 @@ class DocumentRegistry:
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.text]
         self._index.remove(entry.text)
+        self._pieces.remove(entry.text)
         self._bytes -= entry.nbytes
 
     def _in(self, part: int, string: str) -> list[Place]:
-        places = [
-            self._place(part, match.start, match.stop, match.text)
-            for match in self._index.find(string)
-        ]
+        whole = self._index.find(string)
+        places = [self._place(part, one, one.text) for one in whole]
+        for piece, owners in self._pieces.find(string, whole):
+            places += [self._place(part, piece, owner) for owner in owners]
+        places.sort(key=lambda place: (place.start, place.stop))
         known = {place.text for place in places}
         for _ in range(_ESCAPED_TWICE):
             if "\\" not in string:
@@ -247,16 +257,18 @@ class DocumentRegistry:
             for match in self._index.find(string):
                 if match.text not in known:
                     known.add(match.text)
-                    places.append(self._place(part, None, None, match.text))
+                    places.append(self._place(part, None, match.text))
         return places
 
-    def _place(
-        self, part: int, start: int | None, stop: int | None, text: str
-    ) -> Place:
-        self._entries.move_to_end(text)
-        entry = self._entries[text]
+    def _place(self, part: int, match: Match | None, owner: str) -> Place:
+        """Where a text stands, or a piece of it; ``None`` if it is escaped there."""
+        self._entries.move_to_end(owner)
+        entry = self._entries[owner]
+        text = owner if match is None else match.text
         named = tuple(Document(id=id, text=text) for id in entry.ids)
-        return Place(part, start, stop, text, named, entry.source)
+        if match is None:
+            return Place(part, None, None, text, named, entry.source)
+        return Place(part, match.start, match.stop, text, named, entry.source)
 
 
 _REGISTRY = DocumentRegistry()

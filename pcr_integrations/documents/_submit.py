@@ -10,27 +10,43 @@ from pcr_integrations.documents._layouts import Prompt, Tools, contents, read_la
 from pcr_integrations.documents._registry import Place, registry
 
 if TYPE_CHECKING:
-    from pcr_core import Completion, Engine, SamplingParams
+    from pcr_core import Completion, Engine, Explanation, SamplingParams
 
 
 def submit(
-    engine: Engine, prompt: Prompt, params: SamplingParams, tools: Tools | None = None
+    engine: Engine,
+    prompt: Prompt,
+    params: SamplingParams,
+    tools: Tools | None = None,
+    **options: Any,
 ) -> Completion:
     """Submit a prompt, naming the known documents in it.
 
     Documents change no token and no answer. One that the messages hold and the rendered
     prompt does not (a template may cut or rewrite) is left out and counted.
 
+    Args:
+        engine: The engine.
+        prompt: Text, or messages with ``role`` and ``content``.
+        params: How to sample.
+        tools: Tool schemas for the chat template.
+        options: Further keywords of ``Engine.submit``.
+
     Raises:
         PcrError: See ``Engine.submit``.
     """
-    places = registry().find(contents(prompt))
+    known, given = registry(), {**options, **_given(tools=tools)}
+    places = known.find(contents(prompt))
     if not places:
-        return engine.submit(prompt, params, **_given(tools=tools))
+        return engine.submit(prompt, params, **given)
     documents = documents_of(places)
-    completion, lost = submit_with(engine, prompt, params, tools, documents)
-    registry().count(len(documents), lost)
-    _tell_source(engine, prompt, tools, places)
+    completion, lost = submit_with(engine, prompt, params, documents, **given)
+    known.count(len(documents), lost)
+    try:
+        _tell_source(engine, prompt, tools, places)
+    except BaseException:  # such as a warning that the user has made an error
+        completion.cancel()
+        raise
     return completion
 
 
@@ -38,10 +54,17 @@ def submit_with(
     engine: Engine,
     prompt: Prompt,
     params: SamplingParams,
-    tools: Tools | None,
     documents: Sequence[Document],
+    **options: Any,
 ) -> tuple[Completion, int]:
-    """Submit a prompt with the documents of ``documents`` that it holds when rendered.
+    """Submit a prompt with those of some documents that it holds when rendered.
+
+    Args:
+        engine: The engine.
+        prompt: Text, or messages with ``role`` and ``content``.
+        params: How to sample.
+        documents: The documents.
+        options: Further keywords of ``Engine.submit``.
 
     Returns:
         The completion, and how many of the documents it does not hold.
@@ -49,13 +72,33 @@ def submit_with(
     Raises:
         PcrError: See ``Engine.submit``.
     """
-    given = _given(tools=tools, documents=documents)
     try:
-        return engine.submit(prompt, params, **given), 0
+        named = _given(documents=documents)
+        return engine.submit(prompt, params, **options, **named), 0
     except DocumentNotFoundError as error:
         left = [one for one in documents if one not in error.documents]
-    given = _given(tools=tools, documents=left)
-    return engine.submit(prompt, params, **given), len(documents) - len(left)
+    named = _given(documents=left)
+    completion = engine.submit(prompt, params, **options, **named)
+    return completion, len(documents) - len(left)
+
+
+def explain(engine: Engine, prompt: Prompt, tools: Tools | None = None) -> Explanation:
+    """Explain a prompt with the known documents in it; see ``Engine.explain``.
+
+    Args:
+        engine: The engine.
+        prompt: Text, or messages with ``role`` and ``content``.
+        tools: Tool schemas for the chat template.
+
+    Raises:
+        RequestError: See ``Engine.explain``.
+    """
+    documents = documents_of(registry().find(contents(prompt)))
+    try:
+        return engine.explain(prompt, tools=tools, documents=documents)
+    except DocumentNotFoundError as error:
+        left = [one for one in documents if one not in error.documents]
+        return engine.explain(prompt, tools=tools, documents=left)
 
 
 def documents_of(places: Sequence[Place]) -> list[Document]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForLLMRun,
@@ -20,14 +20,16 @@ from langchain_core.language_models import (
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
-from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from pcr_core import PromptTooLongError, RequestError
 from pcr_integrations._bridge import Call
+from pcr_integrations._engines import open_engine_for
 from pcr_integrations._tools import tell_of_tools, tool_use
+from pcr_integrations.langchain._batches import take_place
+from pcr_integrations.langchain._batching import Batching
 from pcr_integrations.langchain._common import FRAMEWORK_KEYWORDS, LangChainFields
 from pcr_integrations.langchain._messages import to_turns
+from pcr_integrations.langchain._profiles import profile_of
 from pcr_integrations.langchain._replies import chat_result, last_chunk, text_chunk
 from pcr_integrations.langchain._structured import (
     json_parser,
@@ -35,11 +37,13 @@ from pcr_integrations.langchain._structured import (
     response_format,
     tool_parser,
 )
+from pcr_integrations.langchain._tool_specs import Tool, tool_specs
 
-Tool = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
+if TYPE_CHECKING:
+    from pcr_core import Engine
 
 
-class ChatPCR(LangChainFields, BaseChatModel):
+class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
     """Chat model that reuses the KV cache of prompts seen before.
 
     Setup:
@@ -59,18 +63,48 @@ class ChatPCR(LangChainFields, BaseChatModel):
         >>> answer.usage_metadata["input_token_details"]            # doctest: +SKIP
         {'cache_read': 0, 'cache_creation': 37}
 
+    Stream:
+        >>> for chunk in llm.stream("What is a KV cache?"):         # doctest: +SKIP
+        ...     print(chunk.text, end="")
+
+    Batch:
+        >>> questions = ["What is a KV cache?", "And a prefix?"]    # doctest: +SKIP
+        >>> answers = llm.batch(questions)                          # doctest: +SKIP
+
+    All prompts of a batch are in the engine's queue, in order, before one is waited
+    for; each is an ``invoke``, with its own callbacks. ``max_concurrency`` limits how
+    many are under way. The first failure cancels the rest, unless
+    ``return_exceptions``. ``ainvoke``, ``astream`` and ``abatch`` leave the loop free.
+
+    Tools:
+        >>> def add(a: int, b: int) -> int:                         # doctest: +SKIP
+        ...     "Add two integers."
+        ...     return a + b
+        >>> llm.bind_tools([add]).invoke("1 + 2?").tool_calls       # doctest: +SKIP
+
+    Structured output:
+        >>> schema = {"title": "City", "type": "object",            # doctest: +SKIP
+        ...           "properties": {"name": {"type": "string"}}}
+        >>> city = llm.with_structured_output(schema)               # doctest: +SKIP
+        >>> city.invoke("Where is the Louvre?")                     # doctest: +SKIP
+        {'name': 'Paris'}
+
     ``response_metadata["pcr"]`` has reuse by tier and the time to first token. Streams
     end with one chunk that carries usage, metadata and tool calls.
 
     Tools go into the model's chat template; for a template without tools they are
-    described in a system turn. ``tool_choice`` narrows which tools the model is told
-    of; nothing forces a model to call one.
+    described in a system turn. ``tool_choice="required"``, or a tool's name, forces a
+    call: decoding is held to the tools' schemas if the extra ``structured`` is
+    installed; without it the model is only asked.
 
     May be used from any number of threads and event loops at once.
+
+    ``profile`` is filled as soon as the engine is open.
 
     Raises:
         ConfigError: For an unknown or bad setting, at construction.
         RequestError: For an unknown call option, or content that is not text.
+        PromptTooLongError: Before any compute; it is a ``ContextOverflowError``, too.
     """
 
     @property
@@ -88,15 +122,15 @@ class ChatPCR(LangChainFields, BaseChatModel):
         return self._trace_params("chat", stop, kwargs)
 
     def _resolve_model_profile(self) -> ModelProfile | None:
-        if self.engine is None:
-            return None  # not known before the model is loaded
-        return ModelProfile(
-            max_input_tokens=self.engine.context_window,
-            max_output_tokens=self.engine.context_window,
-            text_inputs=True,
-            text_outputs=True,
-            tool_calling=self.engine.supports_tools,
-        )
+        """Known where the engine is open; else filled in when it is built."""
+        engine = open_engine_for(self.engine, self._engine_settings())
+        return None if engine is None else profile_of(engine)
+
+    def _open_engine(self, model: str | None = None) -> Engine:
+        engine = super()._open_engine(model)
+        if self.profile is None and model in (None, self._model_label()):
+            self.profile = profile_of(engine)
+        return engine
 
     def _generate(
         self,
@@ -105,7 +139,7 @@ class ChatPCR(LangChainFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        running = self._call(messages, stop, kwargs).start()
+        running = take_place().start(self._call(messages, stop, kwargs))
         result = running.result()
         return chat_result(running.engine, result, running.reader().whole(result.text))
 
@@ -116,7 +150,7 @@ class ChatPCR(LangChainFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        running = await self._call(messages, stop, kwargs).astart()
+        running = await take_place().astart(self._call(messages, stop, kwargs))
         result = await running.aresult()
         return chat_result(running.engine, result, running.reader().whole(result.text))
 
@@ -127,7 +161,7 @@ class ChatPCR(LangChainFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        running = self._call(messages, stop, kwargs).start()
+        running = take_place().start(self._call(messages, stop, kwargs))
         reader = running.reader()
         with closing(running.texts(reader)) as texts:
             for text in texts:
@@ -148,7 +182,7 @@ class ChatPCR(LangChainFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        running = await self._call(messages, stop, kwargs).astart()
+        running = await take_place().astart(self._call(messages, stop, kwargs))
         reader = running.reader()
         async with aclosing(running.atexts(reader)) as texts:
             async for text in texts:
@@ -177,8 +211,11 @@ class ChatPCR(LangChainFields, BaseChatModel):
             tool_choice: ``"auto"``, ``"none"``, ``"any"`` or ``"required"``, or a name.
             strict: Passed into the schemas.
             kwargs: Further call options to bind, e.g. ``parallel_tool_calls=False``.
+
+        Raises:
+            RequestError: For a tool that cannot be described to a model.
         """
-        formatted = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        formatted = tool_specs(tools, strict=strict)
         if tool_choice is not None:
             kwargs["tool_choice"] = tool_choice
         return self.bind(tools=formatted, **kwargs)
@@ -197,8 +234,10 @@ class ChatPCR(LangChainFields, BaseChatModel):
         Args:
             schema: Pydantic class, ``TypedDict`` or JSON schema.
             include_raw: Return ``{"raw", "parsed", "parsing_error"}``.
-            method: ``"function_calling"``, ``"json_schema"`` or ``"json_mode"``. All
-                three ask the model; none constrains decoding, so parse errors happen.
+            method: ``"function_calling"``, ``"json_schema"`` or ``"json_mode"``. With
+                the extra ``structured`` decoding is held to the schema (or, in JSON
+                mode, to a JSON object), so only an answer that ``max_tokens`` cuts
+                short cannot be parsed. Without it the model is only asked.
             strict: Passed into the tool's schema; only for ``"function_calling"``.
             kwargs: Further call options to bind.
 
@@ -214,7 +253,10 @@ class ChatPCR(LangChainFields, BaseChatModel):
         kwargs["ls_structured_output_format"] = traced
         if method == "function_calling":
             calling = self.bind_tools(
-                [schema], tool_choice="any", strict=strict, **kwargs
+                [schema],
+                tool_choice="any",
+                strict=strict,
+                **{"parallel_tool_calls": False, **kwargs},
             )
             return parsed(calling, tool_parser(schema), include_raw=include_raw)
         writing = self.bind(response_format=response_format(schema, method), **kwargs)
@@ -232,8 +274,7 @@ class ChatPCR(LangChainFields, BaseChatModel):
         """Return the length of the prompt these messages make, template included."""
         if not messages:
             return 0
-        formatted = [convert_to_openai_tool(tool) for tool in tools or ()]
-        use = tool_use(formatted, choice=None, parallel=True)
+        use = tool_use(tool_specs(tools or ()), choice=None, parallel=True)
         engine = self._open_engine()
         turns, told = tell_of_tools(engine, to_turns(messages), use)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, closing
+from contextlib import ExitStack, aclosing, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +14,27 @@ from langchain_core.callbacks import (
 from langchain_core.language_models import BaseLLM, LangSmithParams
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
-from pcr_integrations._bridge import Batch, Running
-from pcr_integrations._options import CallOptions
+from pcr_core import SamplingParams
+from pcr_integrations._bridge import Call, Running
+from pcr_integrations._options import ALIASES
+from pcr_integrations.langchain._batches import take_place
+from pcr_integrations.langchain._batching import Batching
 from pcr_integrations.langchain._common import FRAMEWORK_KEYWORDS, LangChainFields
 from pcr_integrations.langchain._replies import response_metadata
 
 if TYPE_CHECKING:
-    from pcr_core import Result
+    from pcr_core import Engine, Result
 
 
-class PCRLLM(LangChainFields, BaseLLM):
+_CHANGE_ANSWERS = frozenset({"model", *SamplingParams.model_fields})
+
+
+class PCRLLM(Batching[str], LangChainFields, BaseLLM):
     """Text model: the prompt goes to the model as it is, without a chat template.
 
-    For instruction-tuned models use ``ChatPCR``. Takes the same arguments. A batch is
-    submitted whole before any of it is waited for, so that prompts with common
-    documents find each other's KV cache.
+    For instruction-tuned models use ``ChatPCR``. Takes the same arguments. ``batch``,
+    ``generate`` and their kin submit every prompt before one is waited for, so that
+    the queue knows what is coming.
 
     Setup:
         ``pip install "pcr-rag[langchain]"``
@@ -60,6 +66,46 @@ class PCRLLM(LangChainFields, BaseLLM):
     ) -> LangSmithParams:
         return self._trace_params("llm", stop, kwargs)
 
+    def generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        callbacks: Any = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Complete several prompts; all are submitted before one is waited for."""
+        model, rest = self._with_options(kwargs)
+        return super(PCRLLM, model).generate(prompts, stop, callbacks, **rest)
+
+    async def agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        callbacks: Any = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """As ``generate``, without blocking the loop."""
+        model, rest = self._with_options(kwargs)
+        return await super(PCRLLM, model).agenerate(prompts, stop, callbacks, **rest)
+
+    def _with_options(self, kwargs: dict[str, Any]) -> tuple[PCRLLM, dict[str, Any]]:
+        """Make call options settings of a copy, and return what is none of them.
+
+        LangChain caches the answers of text models by the model's settings and the
+        stop list only: an answer for another ``seed=`` would be taken for this one.
+        """
+        names = {name: ALIASES.get(name, name) for name in kwargs}
+        changed = {
+            names[name]: value
+            for name, value in kwargs.items()
+            if names[name] in _CHANGE_ANSWERS and value is not None
+        }
+        twice = len(set(names.values())) < len(names)
+        if not changed or twice:  # ``twice`` is checked, and refused, further down
+            return self, kwargs
+        rest = {k: v for k, v in kwargs.items() if names[k] not in changed}
+        return self.model_copy(update=changed), rest
+
     def _generate(
         self,
         prompts: list[str],
@@ -67,17 +113,12 @@ class PCRLLM(LangChainFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        options = self._read(stop, kwargs)
-        batch = Batch()
-        try:
-            batch.submit_all(
-                partial(self._open_engine, options.model), prompts, options
-            )
-            results = [running.result() for running in batch.started]
-        except BaseException:
-            batch.cancel()
-            raise
-        return _llm_result(batch, results)
+        place, runs = take_place(), list[Running]()
+        with ExitStack() as stack:
+            for call in self._calls(prompts, stop, kwargs):
+                runs.append(place.start(call))
+                stack.callback(runs[-1].release)
+            return _llm_result(runs, [running.result() for running in runs])
 
     async def _agenerate(
         self,
@@ -86,17 +127,12 @@ class PCRLLM(LangChainFields, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        options = self._read(stop, kwargs)
-        batch = Batch()
-        try:
-            await batch.asubmit_all(
-                partial(self._open_engine, options.model), prompts, options
-            )
-            results = [await running.aresult() for running in batch.started]
-        except BaseException:
-            batch.cancel()
-            raise
-        return _llm_result(batch, results)
+        place, runs = take_place(), list[Running]()
+        with ExitStack() as stack:
+            for call in self._calls(prompts, stop, kwargs):
+                runs.append(await place.astart(call))
+                stack.callback(runs[-1].release)
+            return _llm_result(runs, [await running.aresult() for running in runs])
 
     def _stream(
         self,
@@ -105,10 +141,8 @@ class PCRLLM(LangChainFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        options = self._read(stop, kwargs)
-        batch = Batch()
-        batch.submit_all(partial(self._open_engine, options.model), [prompt], options)
-        running = batch.started[0]
+        (call,) = self._calls([prompt], stop, kwargs)
+        running = take_place().start(call)
         with closing(running.pieces()) as pieces:
             for piece in pieces:
                 chunk = GenerationChunk(text=piece)
@@ -124,12 +158,8 @@ class PCRLLM(LangChainFields, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        options = self._read(stop, kwargs)
-        batch = Batch()
-        await batch.asubmit_all(
-            partial(self._open_engine, options.model), [prompt], options
-        )
-        running = batch.started[0]
+        (call,) = self._calls([prompt], stop, kwargs)
+        running = await take_place().astart(call)
         async with aclosing(running.apieces()) as pieces:
             async for piece in pieces:
                 chunk = GenerationChunk(text=piece)
@@ -144,9 +174,13 @@ class PCRLLM(LangChainFields, BaseLLM):
             return self.custom_get_token_ids(text)
         return self._token_ids(text)
 
-    def _read(self, stop: list[str] | None, kwargs: dict[str, Any]) -> CallOptions:
+    def _calls(
+        self, prompts: list[str], stop: list[str] | None, kwargs: dict[str, Any]
+    ) -> list[Call]:
         asked = kwargs if stop is None else {**kwargs, "stop": stop}
-        return self._options(asked, FRAMEWORK_KEYWORDS)
+        options = self._options(asked, FRAMEWORK_KEYWORDS)
+        open_engine = partial(self._open_engine, options.model)
+        return [Call(open_engine, partial(_as_it_is, p), options) for p in prompts]
 
 
 def _last_chunk(running: Running) -> GenerationChunk:
@@ -155,7 +189,11 @@ def _last_chunk(running: Running) -> GenerationChunk:
     return GenerationChunk(text="", generation_info=info)
 
 
-def _llm_result(batch: Batch, results: list[Result]) -> LLMResult:
+def _as_it_is(prompt: str, _: Engine) -> str:
+    return prompt
+
+
+def _llm_result(runs: list[Running], results: list[Result]) -> LLMResult:
     generations = [
         [
             Generation(
@@ -163,7 +201,7 @@ def _llm_result(batch: Batch, results: list[Result]) -> LLMResult:
                 generation_info=response_metadata(running.engine, result),
             )
         ]
-        for running, result in zip(batch.started, results, strict=True)
+        for running, result in zip(runs, results, strict=True)
     ]
     prompt = sum(result.usage.prompt_tokens for result in results)
     completion = sum(result.usage.completion_tokens for result in results)
@@ -173,7 +211,7 @@ def _llm_result(batch: Batch, results: list[Result]) -> LLMResult:
         "total_tokens": prompt + completion,
         "cached_tokens": sum(result.usage.cached_tokens for result in results),
     }
-    name = batch.started[0].engine.model_name if batch.started else None
+    name = runs[0].engine.model_name if runs else None
     return LLMResult(
         generations=generations, llm_output={"token_usage": usage, "model_name": name}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from llama_index.core.base.llms.types import (
     ThinkingBlock,
     ToolCallBlock,
 )
+from pydantic import BaseModel
 
 from pcr_core import RequestError
 from pcr_integrations._tools import ChatTurn
@@ -64,13 +66,40 @@ def _text(message: ChatMessage) -> str:
     return "\n".join(parts)
 
 
+def call_record(id_: str | None, name: str, arguments: object) -> dict[str, Any]:
+    """Return a tool call in the form of OpenAI, with its arguments as an object."""
+    function = {"name": name, "arguments": _as_object(arguments)}
+    return {"type": "function", "id": id_, "function": function}
+
+
 def _calls(message: ChatMessage) -> list[dict[str, Any]]:
-    return [
-        {
-            "type": "function",
-            "id": block.tool_call_id,
-            "function": {"name": block.tool_name, "arguments": block.tool_kwargs},
-        }
-        for block in message.blocks
-        if isinstance(block, ToolCallBlock)
-    ]
+    """Calls from the blocks, or from where older LLM classes leave them."""
+    blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    if blocks:
+        return [
+            call_record(block.tool_call_id, block.tool_name, block.tool_kwargs)
+            for block in blocks
+        ]
+    return [_read(call) for call in message.additional_kwargs.get("tool_calls") or ()]
+
+
+def _read(call: Any) -> dict[str, Any]:
+    fields = call.model_dump() if isinstance(call, BaseModel) else call
+    try:
+        function = fields["function"]
+        return call_record(fields.get("id"), function["name"], function["arguments"])
+    except (KeyError, TypeError, AttributeError):
+        raise RequestError(
+            f"a tool call in a message is not of the form {{'id': ..., 'function': "
+            f"{{'name': ..., 'arguments': ...}}}}: {call!r:.200}"
+        ) from None
+
+
+def _as_object(arguments: object) -> object:
+    """Parse arguments that came as JSON text: a template would quote them again."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments  # what a model wrote wrongly is shown to it as it was

@@ -17,6 +17,7 @@ from llama_index.core.base.llms.types import (
 
 from pcr_integrations._reports import logprob_records, timing_record, usage_record
 from pcr_integrations._tool_calls import ParsedReply
+from pcr_integrations.llama_index._messages import call_record
 
 if TYPE_CHECKING:
     from pcr_core import Engine, Result
@@ -69,10 +70,15 @@ def chat_response(
         )
         for call in reply.calls
     ]
+    message = ChatMessage(
+        role=MessageRole.ASSISTANT, blocks=blocks or [TextBlock(text="")]
+    )
+    if reply.calls:  # structured streams look for calls here, and in no block
+        message.additional_kwargs["tool_calls"] = [
+            call_record(call.id, call.name, call.arguments) for call in reply.calls
+        ]
     return ChatResponse(
-        message=ChatMessage(
-            role=MessageRole.ASSISTANT, blocks=blocks or [TextBlock(text="")]
-        ),
+        message=message,
         delta=delta if delta is None else delta + unread,
         raw=raw_record(engine, result, calls_tools=bool(reply.calls)),
         logprobs=log_probs(engine, result),

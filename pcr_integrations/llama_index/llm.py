@@ -39,6 +39,8 @@ from pcr_integrations.llama_index._responses import (
     chat_response,
     completion_response,
 )
+from pcr_integrations.llama_index._structured import StructuredPrediction
+from pcr_integrations.llama_index._turnstile import astart, start
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from pcr_core import Engine
 
 
-class PCRLLM(PcrFields, FunctionCallingLLM):
+class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
     """LLM that reuses the KV cache of prompts seen before.
 
     Args:
@@ -73,8 +75,10 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
     end event per call, on every path.
 
     Raises:
-        ConfigError: For an unknown or bad setting, at construction.
-        RequestError: For an unknown call option, or content that is not text.
+        ConfigError: For an unknown setting or a bad one of the engine, at construction.
+        RequestError: For a bad sampling field, an unknown call option, or content that
+            is not text; ``PromptTooLongError`` is one. No ``ValueError``: LlamaIndex
+            would make "Empty Response" of it.
     """
 
     context_window: int | None = None
@@ -131,7 +135,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a chat."""
-        running = self._chat_call(messages, kwargs).start()
+        running = start(self._chat_call(messages, kwargs))
         result = running.result()
         reply = running.reader().whole(result.text)
         return chat_response(running.engine, result, reply)
@@ -141,7 +145,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponse:
         """As ``chat``, without blocking the loop."""
-        running = await self._chat_call(messages, kwargs).astart()
+        running = await astart(self._chat_call(messages, kwargs))
         result = await running.aresult()
         reply = running.reader().whole(result.text)
         return chat_response(running.engine, result, reply)
@@ -175,7 +179,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
             formatted: says that it is already what the model should see.
             kwargs: Call options.
         """
-        running = self._text_call(prompt, formatted, kwargs).start()
+        running = start(self._text_call(prompt, formatted, kwargs))
         return completion_response(running.engine, running.result())
 
     @llm_completion_callback()
@@ -183,7 +187,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """As ``complete``, without blocking the loop."""
-        running = await self._text_call(prompt, formatted, kwargs).astart()
+        running = await astart(self._text_call(prompt, formatted, kwargs))
         return completion_response(running.engine, await running.aresult())
 
     def stream_complete(
@@ -256,6 +260,9 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
 
     # --- one undecorated implementation under each endpoint ---
 
+    def _constrains(self) -> bool:
+        return bool(self._open_engine().supports_constraints)
+
     def _max_tokens(self) -> int:
         return SamplingParams(**self._sampling_defaults()).max_tokens
 
@@ -293,7 +300,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
         return engine.has_chat_template if given is None else given
 
     def _chat_stream(self, call: Call) -> Generator[ChatResponse, None, None]:
-        running = call.start()
+        running = start(call)
         reader, said = running.reader(), ""
         with closing(running.texts(reader)) as texts:
             for text in texts:
@@ -302,7 +309,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
         yield self._chat_end(running, reader.finish(), said)
 
     async def _chat_astream(self, call: Call) -> AsyncGenerator[ChatResponse, None]:
-        running = await call.astart()
+        running = await astart(call)
         reader, said = running.reader(), ""
         async with aclosing(running.atexts(reader)) as texts:
             async for text in texts:
@@ -315,7 +322,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
         return chat_response(running.engine, result, end, said=said, delta=end.text)
 
     def _text_stream(self, call: Call) -> Generator[CompletionResponse, None, None]:
-        running, said = call.start(), ""
+        running, said = start(call), ""
         with closing(running.pieces()) as pieces:
             for piece in pieces:
                 said += piece
@@ -326,7 +333,7 @@ class PCRLLM(PcrFields, FunctionCallingLLM):
     async def _text_astream(
         self, call: Call
     ) -> AsyncGenerator[CompletionResponse, None]:
-        running, said = await call.astart(), ""
+        running, said = await astart(call), ""
         async with aclosing(running.apieces()) as pieces:
             async for piece in pieces:
                 said += piece

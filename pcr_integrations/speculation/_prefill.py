@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pcr_core import CancelledError, PcrError, SamplingParams
 from pcr_integrations.documents._submit import submit_with
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Order = Sequence[Hashable]
 
 _ONCE = SamplingParams(max_tokens=1)
+_LAST = -1_000_000
+"""Priority of what nobody waits for: behind whatever comes before it has begun."""
 
 
 class Prefill:
@@ -82,8 +84,14 @@ class Prefill:
             return
         one = plan.steps[step]
         try:
+            options: dict[str, Any] = {"tools": one.tools} if one.tools else {}
             completion, _ = submit_with(
-                plan.engine, one.prompt, _ONCE, one.tools, one.documents
+                plan.engine,
+                one.prompt,
+                _ONCE,
+                one.documents,
+                priority=_LAST,
+                **options,
             )
         except Exception as error:
             self._ledger.fail(error)

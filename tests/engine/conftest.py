@@ -55,6 +55,7 @@ def _maker(
             "dram_bytes": "1MiB",
             "ssd_bytes": "4MiB",
             "resident_rows": 0,
+            "store_answers": False,
             **settings,
         }
         objects = {}

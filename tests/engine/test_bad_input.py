@@ -298,12 +298,12 @@ def test_a_failed_start_leaves_the_model_as_it_was(
 # --- one bad request among good ones ---
 
 
-def test_the_first_error_of_a_list_cancels_the_rest(engine: Engine, hold: Any) -> None:
+def test_a_bad_prompt_in_a_list_is_found_before_any_runs(engine: Engine) -> None:
     before = engine.stats()
-    with hold(engine), pytest.raises(RequestError):
+    with pytest.raises(RequestError):
         engine.generate(["good", [1, 10**6], "good"], ONE)
     after = engine.stats()
-    assert after.cancelled == before.cancelled + 1
+    assert after.cancelled == before.cancelled
     assert after.finished == before.finished
 
 
@@ -311,4 +311,5 @@ def test_every_error_is_ours() -> None:
     for error in (ConfigError, RequestError, StoreError, PromptTooLongError):
         assert issubclass(error, PcrError)
     assert issubclass(ConfigError, ValueError)
-    assert issubclass(RequestError, ValueError)
+    # LlamaIndex' query engines make "Empty Response" of a model's ValueError.
+    assert not issubclass(RequestError, ValueError)

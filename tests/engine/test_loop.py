@@ -14,47 +14,9 @@ from pcr_core import (
     EngineClosedError,
     EngineConfig,
     ModelError,
-    SamplingParams,
 )
-from pcr_core.index.chunk import ChunkLayout, chunk_keys
-from pcr_core.loop import EngineLoop
 from pcr_core.model import probe, setup
-from pcr_core.model.loading import load
-from pcr_core.model.setup import model_prepared
-from pcr_core.request import Request
-from pcr_core.tiers import open_tiers
-
-CHUNK = 16
-PROMPT = [number % 250 for number in range(CHUNK * 6 + 5)]
-
-
-class Bench:
-    """A loop with its model and tiers, and requests made by hand."""
-
-    def __init__(self, runner: Any, namespace: Any, loaded: Any, tiers: Any) -> None:
-        self.namespace = namespace
-        self.model = loaded.model
-        self.runner = runner
-        self.tiers = tiers
-        self.loop = EngineLoop(runner, loaded.tokenizer, (), tiers)
-
-    def request(self, tokens: list[int] = PROMPT, **params: Any) -> Request:
-        keys = chunk_keys(self.namespace, tokens, CHUNK)
-        request = Request(tokens, keys, SamplingParams(**{"max_tokens": 4, **params}))
-        self.loop.add(request)
-        return request
-
-    def finish(self, request: Request) -> Any:
-        while self.loop.busy:
-            self.loop.step()
-        return request.completion.result(timeout=0)
-
-    def states(self, tokens: list[int] = PROMPT) -> list[str]:
-        return self.tiers.match(chunk_keys(self.namespace, tokens, CHUNK))
-
-    def nothing_held(self) -> bool:
-        nodes = list(self.tiers._tree.nodes())
-        return not self.tiers._leases and not any(node.pins for node in nodes)
+from tests.engine.loop_bench import CHUNK, PROMPT, Bench, opened_bench
 
 
 @pytest.fixture(params=["shape-independent", "grid"])
@@ -66,29 +28,14 @@ def bench(
     tiny_tokenizer: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Bench]:
-    grid = request.param == "grid"
     (tmp_path / "probes").symlink_to(probes, target_is_directory=True)
-    config = EngineConfig(cache_dir=tmp_path, chunk_tokens=CHUNK, exact=True)
-    loaded = load(config, make_tiny_model("llama"), tiny_tokenizer)
-    if grid:
+    if request.param == "grid":
         monkeypatch.setattr(
             setup, "choose_cuts", lambda config, **_: setup.grid(config.chunk_tokens)
         )
-    with model_prepared(loaded, config) as prepared:
-        runner, namespace = prepared.runner, prepared.namespace
-        assert runner.cuts.name == request.param
-        layout = ChunkLayout(loaded.shapes, CHUNK, "F32", 4)
-        tiers = open_tiers(
-            layout,
-            namespace,
-            dram_bytes=16 * layout.nbytes,
-            cache_dir=tmp_path / "kv",
-            ssd_bytes=0,
-        )
-        try:
-            yield Bench(runner, namespace, loaded, tiers)
-        finally:
-            tiers.close()
+    with opened_bench(tmp_path, make_tiny_model("llama"), tiny_tokenizer) as bench:
+        assert bench.runner.cuts.name == request.param
+        yield bench
 
 
 def test_one_step_is_a_prefill_or_one_token(bench: Bench) -> None:

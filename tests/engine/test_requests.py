@@ -220,8 +220,8 @@ def test_time_in_the_queue_is_counted(engine: Engine, hold: Any) -> None:
     with hold(engine):
         completions = [engine.submit(fresh(50), GREEDY) for _ in range(2)]
     first, second = (completion.result().timing for completion in completions)
-    # The second waited at least while the first ran.
-    assert second.queue >= first.prefill + first.decode
+    # The second waited at least while the first was prefilled.
+    assert second.queue >= first.prefill
     assert second.total >= second.queue
 
 

@@ -158,7 +158,7 @@ class World:
         logits = self._alone.prefill(row, tokens, nothing).logits
         chosen, rows = [int(logits.float().argmax())], [raw_bytes(logits)]
         while len(chosen) < STEPS:
-            logits = self._alone.decode(row, chosen[-1])
+            logits = self._alone.decode([row], chosen[-1:])
             chosen.append(int(logits.float().argmax()))
             rows.append(raw_bytes(logits))
         self._alone.close_row(row)

@@ -13,7 +13,7 @@ from pcr_core.index.chunk import chunk_keys
 from pcr_core.index.prefix_tree import Event, Host
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.fingerprint import kv_bytes
-from pcr_core.model.runner import Prefilled
+from pcr_core.model.prefill import Prefilled
 from pcr_core.tiers import HostPool, SlabPlan
 from tests.equivalence.conftest import raw_bytes
 

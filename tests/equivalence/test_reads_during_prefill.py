@@ -15,7 +15,7 @@ from pcr_core.errors import CancelledError
 from pcr_core.index.chunk import ChunkLayout
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.fingerprint import kv_bytes
-from pcr_core.model.runner import Prefilled
+from pcr_core.model.prefill import Prefilled
 from pcr_core.tiers import HostPool, SlabPlan
 
 CHUNK = 16

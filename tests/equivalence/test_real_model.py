@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from pcr_core import Engine, EngineConfig, Result, SamplingParams
+from pcr_core.model.cpu_dtype import has_products
 
 PARAMS = SamplingParams(max_tokens=6, logprobs=True)
 CHUNK = 64
@@ -33,10 +35,14 @@ def bits(results: list[Result]) -> list[tuple[list[int], list[float] | None]]:
     return [(result.token_ids, result.logprobs) for result in results]
 
 
+# A CPU without bfloat16 products takes minutes, too.
+SLOW_BF16 = () if has_products(torch.bfloat16) else (pytest.mark.slow,)
+
+
 @pytest.mark.parametrize(
     ("dtype", "threads"),
     [
-        ("bfloat16", 1),
+        pytest.param("bfloat16", 1, marks=[*SLOW_BF16]),
         ("float32", 1),
         # Beside other work two threads take minutes.
         pytest.param("bfloat16", 2, marks=pytest.mark.slow),

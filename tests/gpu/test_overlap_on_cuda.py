@@ -19,9 +19,9 @@ from pcr_core.model.attention import AttentionPlan, KvAttention, attention_insta
 from pcr_core.model.cuda_streams import CudaLane, cuda_streams
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.overlap import _workload
+from pcr_core.model.prefill import Forward
 from pcr_core.model.prefill_plan import grid
 from pcr_core.model.row_buffer import RowBuffer
-from pcr_core.model.runner import Forward
 from pcr_core.model.streams import OVERLAPS, Copy, Overlap, Streams
 from pcr_core.timeline.interval import Interval
 from tests.equivalence.overlap_mutations import Change, mutated

@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,6 +25,9 @@ from pcr_core import (
     Usage,
 )
 from pcr_integrations.documents import DocumentRegistry
+
+if TYPE_CHECKING:
+    from pcr_core import Engine
 
 Reply = str | BaseException | Callable[[str], str]
 
@@ -77,6 +81,7 @@ class ScriptedEngine:
         answer: Callable[[Any, Any], str] | None = None,
         chat: bool = True,
         tools: bool = True,
+        constraints: bool = False,
         window: int = 10_000,
         stepwise: bool = False,
         max_waiting: int = 1000,
@@ -86,6 +91,7 @@ class ScriptedEngine:
         self.context_window = window
         self.has_chat_template = chat
         self.supports_tools = tools
+        self.supports_constraints = constraints
         self.model_name = self.config.model or "scripted"
         self.closed = False
         self.submitted: list[tuple[Any, SamplingParams, Any]] = []
@@ -130,6 +136,7 @@ class ScriptedEngine:
         *,
         tools: Any = None,
         documents: Sequence[Document] = (),
+        priority: int = 0,
     ) -> Completion:
         params = params or SamplingParams()
         rendered = self.render(prompt, tools)
@@ -259,6 +266,12 @@ def known_documents(monkeypatch: pytest.MonkeyPatch) -> DocumentRegistry:
     return fresh
 
 
+@pytest.fixture(scope="session")
+def document_probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What engines measure of a model at their first start, for several modules."""
+    return tmp_path_factory.mktemp("document-probes")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run coroutine tests: LangChain's suite has some, and marks none of them."""
@@ -301,3 +314,23 @@ def scripted_builds(
     monkeypatch.setattr(pcr_core, "Engine", build, raising=False)
     monkeypatch.setattr(_engines, "_ENGINES", _engines.EngineRegistry())
     return built
+
+
+@pytest.fixture(scope="module")
+def real_engine(
+    make_tiny_model: Any, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """One engine for a module's tests, on a tiny random model, in chunks of 16."""
+    from pcr_core import Engine
+
+    folder = tmp_path_factory.mktemp("real-engine")
+    config = EngineConfig(
+        cache_dir=folder,
+        dram_bytes="8MiB",
+        ssd_bytes=0,
+        chunk_tokens=16,
+        overlap="none",  # what "auto" would measure takes seconds
+    )
+    model = make_tiny_model("llama")
+    with Engine(config, model=model, tokenizer=tiny_tokenizer) as engine:
+        yield engine

@@ -58,6 +58,11 @@ class Watched:
         return {span.document for one in self.requests for span in one.spans}
 
 
+def share_probes(folder: Path, probes: Path) -> None:
+    """Let engines in a folder find what others have measured of the same model."""
+    (folder / "probes").symlink_to(probes, target_is_directory=True)
+
+
 @contextmanager
 def watched_engine(folder: Path, model: Any, tokenizer: Any) -> Iterator[Watched]:
     """An engine with chunks of 16 tokens, one token a byte."""

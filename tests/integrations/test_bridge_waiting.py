@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -253,14 +252,16 @@ def test_a_batch_is_submitted_before_any_of_it_is_waited_for(
     make_engine: MakeEngine,
 ) -> None:
     engine, batch = make_engine(stepwise=True), Batch()
-    batch.submit_all(lambda: engine, TEXTS, CallOptions(SamplingParams()))
+    for text in TEXTS:
+        batch.start(call_to(engine, prompt=text))
     assert [prompt for prompt, _, _ in engine.submitted] == TEXTS
     assert not any(completion.done for completion in engine.completions)
 
 
 def test_a_batch_longer_than_the_queue_waits_for_room(make_engine: MakeEngine) -> None:
     engine, batch = make_engine(max_waiting=2), Batch()
-    batch.submit_all(lambda: engine, TEXTS, CallOptions(SamplingParams()))
+    for text in TEXTS:
+        batch.start(call_to(engine, prompt=text))
     assert [running.result().text for running in batch.started] == ["one two three"] * 4
 
 
@@ -268,7 +269,7 @@ def test_a_queue_full_of_others_is_an_error(make_engine: MakeEngine) -> None:
     engine = make_engine(max_waiting=1, stepwise=True)
     started(engine)
     with pytest.raises(QueueFullError):
-        Batch().submit_all(lambda: engine, TEXTS, CallOptions(SamplingParams()))
+        Batch().start(call_to(engine))
 
 
 def test_a_cancelled_batch_cancels_what_is_yet_to_come(make_engine: MakeEngine) -> None:
@@ -281,8 +282,6 @@ def test_a_cancelled_batch_cancels_what_is_yet_to_come(make_engine: MakeEngine) 
 
 def test_text_prompts_take_no_tools(make_engine: MakeEngine) -> None:
     options = CallOptions(SamplingParams(), response_format={"type": "json_object"})
-    with pytest.raises(RequestError, match="need chat messages"):
-        Batch().submit_all(partial(make_engine), ["x"], options)
     with pytest.raises(RequestError, match="need chat messages"):
         Call(make_engine, lambda _: "x", options).start()
 

@@ -14,8 +14,11 @@ from langchain_core.runnables import RunnableLambda
 
 from pcr_core import Document as NamedText
 from pcr_core import Engine, EngineConfig
+from pcr_integrations import documents
 from pcr_integrations.documents._hints import HINTS
 from pcr_integrations.langchain import ChatPCR, PCRRetriever
+from tests.engine.kit import until
+from tests.integrations.layout_kit import share_probes
 
 GRID = 16
 FOUND = [
@@ -41,16 +44,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("probes")
-
-
 @pytest.fixture
 def opened(
-    make_tiny_model: Any, tiny_tokenizer: Any, tmp_path: Path, probes: Path
+    make_tiny_model: Any, tiny_tokenizer: Any, tmp_path: Path, document_probes: Path
 ) -> Opened:
-    (tmp_path / "probes").symlink_to(probes, target_is_directory=True)
+    share_probes(tmp_path, document_probes)
 
     def make(**settings: Any) -> Engine:
         config = EngineConfig(
@@ -92,6 +90,9 @@ def test_a_chain_can_be_explained_and_a_document_forgotten(
         first = chain.invoke("q")
         swapped = engine.explain(turns(FOUND[1::-1]), documents=names(FOUND[:2]))
         assert {part.verdict for part in swapped.documents} == {"order changed"}
+        found = documents.explain(engine, turns(FOUND[1::-1]))
+        assert found == swapped
+        assert len(documents.explain(engine, "nothing in here").documents) == 0
         receipt = engine.forget("tides")
         assert receipt.keys
         again = engine.explain(turns(FOUND[:2]), documents=names(FOUND[:2]))
@@ -114,10 +115,10 @@ def test_predicted_documents_are_read_from_ssd_before_the_prompt_comes(
         model.invoke(messages(retriever.invoke("1")))
         model.invoke(messages(retriever.invoke("2")))
         before = engine.explain(turns(FOUND)).prompt
-        assert before.ssd_tokens > 0
+        assert before.ssd_tokens > GRID * 3
         found = retriever.invoke("3")
         assert HINTS.wait(60)
-        engine.stats()  # the hint has been taken note of
+        until(lambda: engine.explain(turns(FOUND)).prompt.ssd_tokens < GRID * 3)
         answer = model.invoke(messages(found))
         assert retriever.stats.confirmed == 2
         metadata = answer.response_metadata["pcr"]["usage"]

@@ -11,6 +11,7 @@ from hypothesis import given
 
 from pcr_core import Document
 from pcr_integrations.documents import DocumentRegistry
+from pcr_integrations.documents._pieces import SHORTEST_PIECE, pieces_of
 from pcr_integrations.documents._registry import Place
 
 FERRY = "The ferry leaves at nine and comes back at five."
@@ -134,3 +135,48 @@ def test_threads_add_and_search_at_once() -> None:
         thread.join()
     assert not errors
     assert len(registry._index._heads) <= len(registry)
+
+
+LONG = " ".join(f"Sentence {n} says something about the harbour." for n in range(20))
+
+
+def test_a_document_that_was_cut_is_known_by_its_pieces() -> None:
+    registry = DocumentRegistry()
+    registry.add([Document("long", LONG), Document("f", FERRY)])
+    prompt = f"{FERRY} {LONG[:500]}"
+    names = [(d.id, d.text) for p in registry.find([prompt]) for d in p.documents]
+    assert names[0] == ("f", FERRY)
+    assert {id for id, _ in names[1:]} == {"long"}
+    covered = sum(len(text) for _, text in names[1:])
+    assert 500 - 2 * 100 < covered <= 500
+    # As a whole it is one document; its pieces are not named beside it.
+    assert found(registry, f"{LONG} {LONG[:500]}") == {("long", LONG)}
+    registry.discard("long")
+    assert found(registry, prompt) == {("f", FERRY)}
+    assert not registry._pieces._owners
+
+
+def test_what_many_documents_have_in_common_is_no_piece_of_any() -> None:
+    registry = DocumentRegistry()
+    notice = (
+        "All rights are reserved by whoever has written this text, now and later on."
+    )
+    notice += " It must not be copied."
+    registry.add(Document(f"{n}", f"{notice}\nText {n}. {FERRY}") for n in range(4))
+    assert found(registry, f"{notice}\nSomething else.") == set()
+    registry.discard("0")
+    assert len(found(registry, f"{notice}\nSomething else.")) == 3
+
+
+def test_only_the_newest_texts_have_pieces() -> None:
+    registry = DocumentRegistry()
+    registry.add(Document(f"{n}", f"{n} {LONG}") for n in range(300))
+    assert len(registry._pieces._texts) == 256
+
+
+@given(st.text(alphabet="ab. \n\u3002", max_size=400))
+def test_pieces_are_in_the_text_and_do_not_overlap(text: str) -> None:
+    at = 0
+    for piece in pieces_of(text):
+        at = text.index(piece, at) + len(piece)
+        assert len(piece) >= SHORTEST_PIECE

@@ -90,6 +90,25 @@ def test_results_of_tools_have_another_remedy(
     assert "the result of a tool" in said
 
 
+def test_a_warning_made_an_error_leaves_no_request_behind(
+    make_engine: MakeEngine, retriever: PCRRetriever
+) -> None:
+    engine = make_engine(stepwise=True)
+    engine.step(3)  # the first answer, and no more
+    model = ChatPCR(engine=engine)
+
+    def write(question: str) -> None:
+        model.invoke(f"Question: {question}\nContext: {TEXT}\nAnswer:")
+
+    run = asking(retriever, write, "When is it?", "Where is it?")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ReuseWarning):
+            run()
+    assert engine.completions[1].cancelled
+    engine.step(9)
+
+
 @pytest.mark.parametrize(
     "front",
     [

@@ -11,7 +11,10 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
+from pcr_core import EngineConfig
+from pcr_integrations import _engines
 from pcr_integrations.langchain import ChatPCR
+from tests.integrations.asking import ask_twice
 
 
 def obedient(turns: Any, tools: Any) -> str:
@@ -41,14 +44,20 @@ def example(schema: Mapping[str, Any], turns: Any) -> Any:
 
 
 class TestChatPCRIntegration(ChatModelIntegrationTests):
-    """Skipped by design: images, audio, PDF and other content that is not text.
+    """All of it, tools and structured output included.
 
-    ``model`` per call needs settings instead of an engine: see test_langchain_chat.
+    Skipped, because the models are text models: images, PDF and audio, in messages and
+    in what tools return (``test_image_inputs``, ``test_image_tool_message``,
+    ``test_pdf_inputs``, ``test_pdf_tool_message``, ``test_audio_inputs``). Skipped,
+    because nothing goes over a network that could be recorded: ``test_stream_time``.
     """
 
     @pytest.fixture(autouse=True)
-    def _engine(self, make_engine: Any) -> None:
-        self.engine = make_engine(answer=obedient)
+    def _engines(self, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def build(config: EngineConfig) -> Any:
+            return make_engine(config, answer=obedient)
+
+        monkeypatch.setattr(_engines, "_ENGINES", _engines.EngineRegistry(build))
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -56,15 +65,23 @@ class TestChatPCRIntegration(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"engine": self.engine}
+        return {"model": "scripted", "timeout": None}
 
     @property
     def supports_json_mode(self) -> bool:
         return True
 
     @property
+    def supports_anthropic_inputs(self) -> bool:
+        return True
+
+    @property
     def supports_model_override(self) -> bool:
-        return False
+        return True
+
+    @property
+    def model_override_value(self) -> str:
+        return "another"
 
     @property
     def supported_usage_metadata_details(self) -> dict[Any, Any]:
@@ -72,12 +89,7 @@ class TestChatPCRIntegration(ChatModelIntegrationTests):
         return {"invoke": details, "stream": details}
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        model = ChatPCR(engine=self.engine)
-        model.invoke("a long enough question")
-        if stream:
-            *_, last = model.stream("a long enough question")
-            return last
-        return model.invoke("a long enough question")
+        return ask_twice(ChatPCR(**self.chat_model_params), stream=stream)
 
     def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
-        return self.invoke_with_cache_read_input(stream=stream)
+        return ask_twice(ChatPCR(**self.chat_model_params), stream=stream)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integrations import layouts_langchain, layouts_llama_index
-from tests.integrations.layout_kit import QUESTIONS, Watched, watched_engine
+from tests.integrations.layout_kit import (
+    QUESTIONS,
+    Watched,
+    share_probes,
+    watched_engine,
+)
 
 # What the frameworks say about their own parts.
 pytestmark = [
@@ -33,9 +39,13 @@ def _loop_of_this_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def watched(
-    tmp_path_factory: pytest.TempPathFactory, make_tiny_model: Any, tiny_tokenizer: Any
+    tmp_path_factory: pytest.TempPathFactory,
+    document_probes: Path,
+    make_tiny_model: Any,
+    tiny_tokenizer: Any,
 ) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("layouts")
+    share_probes(folder, document_probes)
     with watched_engine(folder, make_tiny_model("llama"), tiny_tokenizer) as watched:
         yield watched
 

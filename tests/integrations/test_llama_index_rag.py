@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from llama_index.core import PromptTemplate
 from llama_index.core.base.llms.types import ChatMessage, TextBlock, ToolCallBlock
-from llama_index.core.chat_engine import ContextChatEngine, SimpleChatEngine
-from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
@@ -56,12 +54,6 @@ def test_query_engines(make_engine: MakeEngine, mode: str, chat: bool) -> None:
     assert "The Seine flows through Paris." in engine.render(prompt)
 
 
-def test_a_streaming_query_engine(make_engine: MakeEngine) -> None:
-    llm = PCRLLM(engine=make_engine(reply="It is Paris."))
-    engine = RetrieverQueryEngine.from_args(Fixed(), llm=llm, streaming=True)
-    assert "".join(engine.query("Which?").response_gen) == "It is Paris."
-
-
 def test_documents_are_reused_on_the_second_question(make_engine: MakeEngine) -> None:
     engine = make_engine()
     answers = RetrieverQueryEngine.from_args(Fixed(), llm=PCRLLM(engine=engine))
@@ -69,16 +61,6 @@ def test_documents_are_reused_on_the_second_question(make_engine: MakeEngine) ->
     answers.query("Second question?")
     usage = engine.completions[1].result().usage
     assert usage.cached_tokens > usage.prompt_tokens / 2
-
-
-def test_chat_engines(make_engine: MakeEngine) -> None:
-    llm = PCRLLM(engine=make_engine(reply="Paris."))
-    memory = ChatMemoryBuffer.from_defaults(llm=llm)  # the default is a database
-    context = ContextChatEngine.from_defaults(Fixed(), llm=llm, memory=memory)
-    assert str(context.chat("Which city?")) == "Paris."
-    simple = SimpleChatEngine.from_defaults(llm=llm, memory=memory)
-    assert str(simple.chat("Hi")) == "Paris."
-    assert str(asyncio.run(simple.achat("Hi again"))) == "Paris."
 
 
 # --- tools ---
@@ -177,24 +159,6 @@ def test_results_of_tools_go_back(make_engine: MakeEngine) -> None:
         ],
     }
     assert turns[2] == {"role": "tool", "content": "3", "tool_call_id": "i"}
-
-
-# LlamaIndex reads a pydantic attribute that is deprecated, on its own object.
-@pytest.mark.filterwarnings("ignore:The `__fields:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:Accessing the 'model:DeprecationWarning")
-def test_an_agent_finishes_its_loop(make_engine: MakeEngine) -> None:
-    from llama_index.core.agent import FunctionAgent
-
-    engine = make_engine(reply=[CALL, "It is 3."])
-    agent = FunctionAgent(tools=[ADD], llm=PCRLLM(engine=engine))
-
-    async def main() -> str:
-        memory = ChatMemoryBuffer.from_defaults(llm=agent.llm)
-        return str(await agent.run("1 + 2?", memory=memory))
-
-    assert asyncio.run(main()) == "It is 3."
-    roles = [turn["role"] for turn in engine.submitted[1][0]]
-    assert roles[-2:] == ["assistant", "tool"]
 
 
 # --- structure ---

@@ -134,6 +134,33 @@ def test_the_text_alone_is_found_too(make_engine: MakeEngine) -> None:
     assert engine.documents == [["second"]]
 
 
+def test_nodes_cut_to_fit_the_window_are_known(make_engine: MakeEngine) -> None:
+    class Long(BaseRetriever):
+        def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+            return [
+                NodeWithScore(
+                    node=TextNode(
+                        id_=name,
+                        text=" ".join(
+                            f"Line {n} of {name} is here." for n in range(60)
+                        ),
+                    )
+                )
+                for name in ("one", "two", "three")
+            ]
+
+    engine = make_engine(reply="Yes.")
+    llm = PCRLLM(engine=engine, max_tokens=50, context_window=900)
+    RetrieverQueryEngine.from_args(PCRRetriever(Long()), llm=llm).query("Which?")
+    assert len(engine.documents) > 1
+    for (turns, _, _), ids in zip(engine.submitted, engine.documents, strict=True):
+        content = " ".join(turn["content"] for turn in turns)
+        lines = {name: content.count(f"of {name}") for name in ("one", "two", "three")}
+        assert {name for name in lines if lines[name] > 8} <= set(ids)
+        assert set(ids) <= {name for name in lines if lines[name]}
+    assert {id for ids in engine.documents for id in ids} == {"one", "two", "three"}
+
+
 def test_orders_and_ids() -> None:
     post = PCRPostprocessor(
         order="stable", document_id=lambda node: node.metadata["file"]

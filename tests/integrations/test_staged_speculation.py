@@ -177,6 +177,11 @@ def test_what_is_prefilled_is_named_so_that_it_can_be_forgotten() -> None:
     assert named == [["A"], ["A", "B"], []]
 
 
+def test_what_is_prefilled_comes_behind_every_request() -> None:
+    told = tell([(0, "AB"), (1, "AB"), (30, "AB")])
+    assert max(told.engine.priorities[:2]) < told.engine.priorities[2] == 0
+
+
 @pytest.mark.parametrize("trouble", ["closed", "full", "long", "plan"])
 def test_failures_are_counted_and_reach_nobody(
     trouble: str, caplog: pytest.LogCaptureFixture

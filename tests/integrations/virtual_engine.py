@@ -62,6 +62,7 @@ class VirtualEngine:
         self.closed = False
         self.submitted: list[str] = []
         self.hinted: list[str] = []
+        self.priorities: list[int] = []
         self.documents: list[Sequence[Any]] = []
         self._stored: set[tuple[str, ...]] = set()
         self._waiting: deque[_Request] = deque()
@@ -77,9 +78,15 @@ class VirtualEngine:
         self.hinted.append(prompt)
 
     def submit(
-        self, prompt: str, params: SamplingParams, *, documents: Sequence[Any] = ()
+        self,
+        prompt: str,
+        params: SamplingParams,
+        *,
+        documents: Sequence[Any] = (),
+        priority: int = 0,
     ) -> Completion:
         self._check(prompt)
+        self.priorities.append(priority)
         if len(self._waiting) >= self._most:
             raise QueueFullError("full")
         self.submitted.append(prompt)

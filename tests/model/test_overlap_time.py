@@ -23,8 +23,9 @@ from pcr_core.model.attention import AttentionPlan, KvAttention, attention_insta
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.cuda_streams import _AHEAD
 from pcr_core.model.loading import LoadedModel, load
+from pcr_core.model.prefill import Forward
 from pcr_core.model.prefill_plan import shape_independent
-from pcr_core.model.runner import Forward, Runner
+from pcr_core.model.runner import Runner
 from pcr_core.model.simulated_streams import SimulatedCompute, simulated_streams
 from pcr_core.model.streams import OVERLAPS, Overlap
 from pcr_core.tiers import HostPool, SlabPlan

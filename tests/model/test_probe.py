@@ -29,6 +29,8 @@ VERDICT = Verdict(
     },
     AttentionPlan((32, 64), 128),
     True,
+    LayerPlan(True, RowTiles({1: 0.5}), RowTiles({4: 0.2, 8: 0.3})),
+    "close",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from pydantic import BaseModel
+from transformers import GenerationConfig
 
 from pcr_core.errors import ModelError, RequestError
-from pcr_core.model.sampling import Sampler, end_token_ids, processors
-from pcr_core.sampling_params import SamplingParams
+from pcr_core.model.generation_defaults import sampling_defaults
+from pcr_core.model.sampling import Sampler, end_token_ids
+from pcr_core.sampling_params import SamplingDefaults, SamplingParams
 
 LOGITS = torch.tensor([[2.0, 1.9, 1.0, 0.0, -3.0, 1.8]])
 PROMPT = [0, 4]
@@ -93,11 +97,6 @@ def test_min_tokens_forbids_every_end() -> None:
     assert [one.choose(LOGITS) for _ in range(4)] == [5, 5, 0, 0]
 
 
-def test_processors_are_only_those_asked_for() -> None:
-    assert len(processors(SamplingParams(), 2, (1,))) == 0
-    assert len(processors(SamplingParams(temperature=1.0), 2, ())) == 1
-
-
 def test_seeds_repeat() -> None:
     def draw(seed: int | None) -> list[int]:
         one = sampler(temperature=1.0, seed=seed)
@@ -124,10 +123,39 @@ def test_logprobs_are_of_the_unmodified_distribution(values, greedy) -> None:
     assert sampler().logprobs is None
 
 
-def test_nan_is_an_error_that_helps() -> None:
-    for logits in (LOGITS * float("nan"), torch.tensor([[1.0, float("nan")]])):
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0}, {"logit_bias": {1: 1}}])
+def test_nan_and_overflow_are_errors_that_help(fields: dict[str, Any]) -> None:
+    nan, inf = float("nan"), float("inf")
+    for values in ([nan, nan], [1.0, nan], [nan, 1.0], [inf, 1.0], [inf, nan]):
         with pytest.raises(ModelError, match="float32"):
-            sampler().choose(logits)
+            sampler(prompt=[0], **fields).choose(torch.tensor([values]))
+    with pytest.raises(ModelError, match="no token is possible"):
+        sampler(prompt=[0], **fields).choose(torch.tensor([[-inf, -inf]]))
+
+
+def test_min_tokens_covers_stop_tokens_and_never_blocks() -> None:
+    one = sampler(end=(0,), stop_token_ids=[1], min_tokens=2)
+    assert [one.choose(LOGITS) for _ in range(3)] == [5, 5, 0]
+    only_ends = torch.full((1, 6), float("-inf"))
+    only_ends[0, 0] = 1.0
+    assert sampler(end=(0,), min_tokens=2).choose(only_ends) == 0
+
+
+def test_top_logprobs_are_the_likeliest_first() -> None:
+    one = sampler(top_logprobs=3, logit_bias={4: 100.0})
+    assert one.choose(LOGITS) == 4
+    (top,) = one.top_logprobs
+    expected = LOGITS.log_softmax(-1)[0]
+    assert list(top) == [0, 1, 5]
+    assert list(top.values()) == pytest.approx(expected[[0, 1, 5]].tolist(), abs=1e-5)
+    assert one.logprobs == pytest.approx([float(expected[4])], abs=1e-5)
+    assert len(_chosen(sampler(top_logprobs=99)).top_logprobs[0]) == 6
+    assert _chosen(sampler(logprobs=True)).top_logprobs is None
+
+
+def _chosen(one: Sampler) -> Sampler:
+    one.choose(LOGITS)
+    return one
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-40, 1e30])
@@ -154,7 +182,73 @@ def test_end_tokens() -> None:
     assert end_token_ids(_model(None), SimpleNamespace(eos_token_id=None)) == ()
 
 
+# --- the model's generation config ---
+
+
+def _defaults(**fields: Any) -> SamplingDefaults:
+    config = GenerationConfig(**fields)
+    return sampling_defaults(SimpleNamespace(generation_config=config))
+
+
+def test_do_sample_decides_on_greedy() -> None:
+    assert _defaults() == SamplingDefaults()
+    assert sampling_defaults(SimpleNamespace()) == SamplingDefaults()
+    assert _defaults(do_sample=False, temperature=None).temperature == 0.0
+    assert _defaults(do_sample=True) == SamplingDefaults(temperature=1.0)
+    full = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1}
+    assert _defaults(do_sample=True, **full) == SamplingDefaults(**full)
+    assert _defaults(repetition_penalty=1.1).repetition_penalty == 1.1
+
+
+def test_what_is_given_wins_over_the_config() -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, repetition_penalty=1.1)
+    params = SamplingParams(temperature=0.0, seed=3).resolved(defaults)
+    assert (params.temperature, params.top_p, params.seed) == (0.0, 0.9, 3)
+    assert params.repetition_penalty == 1.1
+    assert SamplingParams(top_p=1.0).resolved(defaults).top_p == 1.0
+
+
+def test_what_cannot_be_followed_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = GenerationConfig()
+    config.no_repeat_ngram_size = 3
+    config.repetition_penalty = -1.0
+    model = SimpleNamespace(generation_config=config)
+    assert sampling_defaults(model) == SamplingDefaults()
+    assert "no_repeat_ngram_size" in caplog.text
+    assert "repetition_penalty" in caplog.text
+
+
 # --- the parameters themselves ---
+
+
+def test_a_schema_may_be_a_class_text_or_mapping() -> None:
+    class Point(BaseModel):
+        x: int
+
+    schema = Point.model_json_schema()
+    assert SamplingParams(json_schema=Point).json_schema == schema
+    assert SamplingParams(json_schema=json.dumps(schema)).json_schema == schema
+    assert SamplingParams(json_schema=schema).constraint == ("json_schema", schema)
+    assert SamplingParams(choices=["a", "b"]).constraint == ("choices", ("a", "b"))
+    assert SamplingParams().constraint is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json_schema": "{"},
+        {"json_schema": {"enum": {1, 2}}},
+        {"json_schema": [1]},
+        {"json_schema": {"maximum": float("nan")}},
+        {"regex": ""},
+        {"choices": []},
+        {"choices": [""]},
+        {"regex": "a", "choices": ["a"]},
+    ],
+)
+def test_a_bad_constraint_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(fields))):
+        SamplingParams(**fields)
 
 
 def test_parameters_are_frozen_and_comparable() -> None:
