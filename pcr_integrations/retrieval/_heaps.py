@@ -87,5 +87,6 @@ class _Scanner:
         self.scanner.set_query(faiss.swig_ptr(query))
 
     def __del__(self) -> None:
-        scanner = self.scanner
-        type(scanner).__swig_destroy__(scanner)
+        scanner = getattr(self, "scanner", None)  # none where FAISS refused
+        if scanner is not None:
+            type(scanner).__swig_destroy__(scanner)

@@ -324,6 +324,26 @@ def test_the_index_that_is_wrapped_lives_as_long_as_the_wrapper() -> None:
     assert "flat, 20 vectors of 4 dimensions" in repr(staged)
 
 
+def test_scanners_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[Any] = []
+    destroy = faiss.InvertedListScanner.__swig_destroy__
+
+    def counted(scanner: Any) -> None:
+        freed.append(scanner)
+        destroy(scanner)
+
+    monkeypatch.setattr(
+        faiss.InvertedListScanner, "__swig_destroy__", staticmethod(counted)
+    )
+    data = vectors(np.random.default_rng(10), 20, 4, ties=False)
+    staged = StagedFaissIndex(built("IVF3,Flat", METRICS[0], data))
+    staged.search(data[:3], 2)
+    stages = staged.stages(data[:2], 2)
+    next(stages)
+    del stages  # left early
+    assert len(freed) == 5
+
+
 def test_stages_already_seen_do_not_change() -> None:
     data = vectors(np.random.default_rng(8), 64, 4, ties=False)
     stages = StagedFaissIndex(built("Flat", METRICS[0], data)).stages(data[60], 3)
