@@ -78,7 +78,7 @@ def never_worse(before: Stage, after: Stage, metric: int) -> None:
     assert np.all(sign * after.distances <= sign * before.distances)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32 - 1),
     spec=st.sampled_from(["IVF6,Flat", "IVF6,SQ8", "IVF6,PQ4x4", "PCA4,IVF6,Flat"]),
@@ -116,7 +116,7 @@ def test_each_ivf_stage_is_the_plain_search_with_fewer_lists(
     same(stages[-1], index.search(asked, k))
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(0, 60),
@@ -148,7 +148,7 @@ def test_each_flat_stage_is_the_plain_search_of_fewer_rows(
         same(stage, built("Flat", metric, data[: stage.effort]).search(asked, k))
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32 - 1),
     spec=st.sampled_from(["HNSW4,Flat", "HNSW4,SQ8"]),

@@ -138,6 +138,24 @@ def test_what_a_changed_order_begins_with_is_not_cancelled() -> None:
     assert told.seconds == 6 + WORDS + 1  # A went on to its end
 
 
+@pytest.mark.parametrize(
+    ("later", "final", "cancelled"),
+    [
+        ("AB", "AC", False),  # A, which is being computed, is wanted
+        ("AC", "AC", False),
+        ("CA", "AC", True),  # it was not wanted for a while
+        ("AB", "CA", True),
+        ("CA", "CA", True),
+    ],
+)
+def test_only_what_is_not_wanted_is_cancelled(
+    later: str, final: str, cancelled: bool
+) -> None:
+    told = tell([(0, "AB"), (1, "AB"), (2, later), (3, final)])
+    assert told.engine.submitted[0] == prompt_of("A")
+    assert told.engine.completions[0].cancelled is cancelled
+
+
 def test_a_wrong_first_document_is_waste() -> None:
     told = tell([(0, "A"), (1, "A"), (20, "B")])
     assert told.stats.wasted_tokens == told.stats.computed_tokens == 1 + WORDS

@@ -63,6 +63,7 @@ class VirtualEngine:
         self.submitted: list[str] = []
         self.hinted: list[str] = []
         self.priorities: list[int] = []
+        self.completions: list[Completion] = []
         self.documents: list[Sequence[Any]] = []
         self._stored: set[tuple[str, ...]] = set()
         self._waiting: deque[_Request] = deque()
@@ -92,6 +93,7 @@ class VirtualEngine:
         self.submitted.append(prompt)
         self.documents.append(documents)
         request = _Request(prompt, Completion())
+        self.completions.append(request.completion)
         self._waiting.append(request)
         if self._running is None:
             self._next()
