@@ -102,7 +102,6 @@ def ask(
     question: int,
     k: int,
     agreeing: int | None,
-    tag: str,
 ) -> tuple[float, float, list[int], SpeculationStats]:
     """Search, then generate one token; seconds to it, seconds of the search."""
     text, vector = books.questions[question]
