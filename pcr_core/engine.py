@@ -7,12 +7,10 @@ lock. Other threads reach it only through a ``Door`` (see ``service``).
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -22,25 +20,17 @@ from tqdm.auto import tqdm
 
 from pcr_core.answers import one_each
 from pcr_core.config import EngineConfig
-from pcr_core.documents import (
-    Document,
-    DocumentSpan,
-    ForgetReceipt,
-    document_digest,
-    locate,
-)
+from pcr_core.documents import Document, ForgetReceipt, document_digest
 from pcr_core.errors import (
     ConfigError,
     EngineClosedError,
-    PromptTooLongError,
     QueueFullError,
     RequestError,
 )
 from pcr_core.explain.explanation import Explanation
 from pcr_core.explain.reasons import explain
-from pcr_core.index.chunk import chunk_keys
-from pcr_core.model.prompt import Tools, encode_prompt, encode_with_offsets
-from pcr_core.model.sampling_rules import SamplingRules
+from pcr_core.intake import Intake, is_batch
+from pcr_core.model.prompt import Tools
 from pcr_core.request import Completion, Prompt, Request, Result
 from pcr_core.sampling_params import SamplingParams
 from pcr_core.scheduler import sharers_together
@@ -86,7 +76,6 @@ class Engine:
             )
         self._config = config or EngineConfig()
         self._pid = os.getpid()
-        self._encode_lock = threading.Lock()
         self._close_lock = threading.Lock()
         self._door = Door(self._config.max_queue)
         service = start(self._config, model, tokenizer, self._door)
@@ -97,7 +86,9 @@ class Engine:
         self._overlap = service.parts.overlap
         self._chunk_tokens = service.parts.chunk_tokens
         self._loop = service.parts.loop
-        self._sampling = SamplingRules(self._loaded, self._encode_lock)
+        self._intake = Intake(
+            self._loaded, self._namespace, self._chunk_tokens, self._config.namespace
+        )
         self._end = partial(_end, self._door, self._thread, self._pid)
         atexit.register(self._end)
         forgotten = weakref.finalize(self, _leave, self._door, self._pid)
@@ -185,7 +176,7 @@ class Engine:
             PcrError: Whatever the first failing request raised; the others are
                 cancelled.
         """
-        if not _is_batch(prompt):
+        if not is_batch(prompt):
             return self.submit(prompt, params, documents=documents).result()
         requests = [self._prepare(one, params, None, documents) for one in prompt]
         submitted: list[Completion] = []
@@ -247,7 +238,7 @@ class Engine:
             EngineClosedError: If the engine is closed, or after ``fork``.
         """
         self._check_process()
-        hint = self._request(prompt, tools)
+        hint = self._intake.read(prompt, tools)
         self._door.call(lambda: self._loop.hint(hint))
 
     def explain(
@@ -270,9 +261,9 @@ class Engine:
             RequestError: As for ``submit``; ``PromptTooLongError`` is one.
         """
         self._check_process()
-        request = self._request(prompt, tools, documents)
+        request = self._intake.read(prompt, tools, documents)
         lookup = self._on_engine_thread(lambda: self._loop.lookup(request))
-        return explain(lookup, self._decode)
+        return explain(lookup, self._intake.decode)
 
     def cached_tokens(
         self, prompts: Sequence[Prompt], *, tools: Tools | None = None
@@ -290,7 +281,7 @@ class Engine:
             RequestError: As for ``submit``; ``PromptTooLongError`` is one.
         """
         self._check_process()
-        requests = [self._request(prompt, tools) for prompt in prompts]
+        requests = [self._intake.read(prompt, tools) for prompt in prompts]
         return self._on_engine_thread(lambda: list(map(self._loop.cached, requests)))
 
     def forget(self, document: str) -> ForgetReceipt:
@@ -326,8 +317,7 @@ class Engine:
         Raises:
             RequestError: If it is empty, of a wrong type, or refused by the template.
         """
-        with self._encode_lock:  # fast tokenizers forbid concurrent use
-            return encode_prompt(self._loaded.tokenizer, prompt, tools)
+        return self._intake.encode(prompt, tools)
 
     def resolve(self, params: SamplingParams | None = None) -> SamplingParams:
         """Return the sampling parameters that ``submit`` would use for these.
@@ -338,7 +328,7 @@ class Engine:
         Raises:
             RequestError: As for ``submit``.
         """
-        return self._sampling.resolve(params)
+        return self._intake.sampling.resolve(params)
 
     # --- the cache ---
 
@@ -404,12 +394,20 @@ class Engine:
         return "tools" in str(self._loaded.tokenizer.chat_template or "")
 
     @property
+    def idle(self) -> bool:
+        """Whether every request so far has ended. Waits for nothing.
+
+        A request has ended before its listeners are told.
+        """
+        return self._door.idle
+
+    @property
     def supports_constraints(self) -> bool:
         """Whether texts can be held to a schema, a regex or a grammar here.
 
         That needs the extra ``structured`` and a fast tokenizer.
         """
-        return self._sampling.constrains
+        return self._intake.sampling.constrains
 
     @property
     def closed(self) -> bool:
@@ -450,55 +448,12 @@ class Engine:
                 "process; start workers with the 'spawn' method and build one there"
             )
 
-    def _request(
-        self, prompt: Prompt, tools: Tools | None, documents: Sequence[Document] = ()
-    ) -> Request:
-        """Tokens, keys and documents of a prompt."""
-        spans: Sequence[DocumentSpan] = ()
-        if documents:
-            with self._encode_lock:
-                encoded = encode_with_offsets(self._loaded.tokenizer, prompt, tools)
-            tokens = encoded.tokens
-            salt = self._config.namespace
-            spans = locate(encoded.text, documents, encoded.offsets, salt)
-        else:
-            tokens = self.encode(prompt, tools=tools)
-        if len(tokens) >= self.context_window:
-            raise PromptTooLongError(len(tokens), self.context_window)
-        keys = chunk_keys(self._namespace, tokens, self._chunk_tokens)
-        return Request(tokens, keys, SamplingParams(), spans=spans)
-
-    def _prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        tools: Tools | None,
-        documents: Sequence[Document],
-        priority: int = 0,
-        deadline: float | None = None,
-    ) -> Request:
+    def _prepare(self, prompt: Prompt, *about: Any) -> Request:
         """A request that is complete but for its place in the queue."""
         self._check_process()
-        submitted = time.perf_counter()
-        params = self._sampling.resolve(params)
-        constraint = self._sampling.compile(params)
-        until = _until(priority, deadline, submitted)
-        request = self._request(prompt, tools, documents)
-        request.constraint = constraint
-        room = self.context_window - len(request.tokens)
-        if params.max_tokens > room:
-            params = params.model_copy(update={"max_tokens": room})
-        request.params, request.submitted, request.owner = params, submitted, self
-        request.priority, request.deadline = priority, until
-        request.epoch = self._loop.tiers.epoch
+        request = self._intake.prepare(prompt, *about)
+        request.owner, request.epoch = self, self._loop.tiers.epoch
         return request
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        with self._encode_lock:
-            text: str = self._loaded.tokenizer.decode(
-                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        return text
 
     def _on_engine_thread(self, function: Callable[[], T]) -> T:
         self._check_process()
@@ -532,29 +487,6 @@ class Engine:
             cache=loop.tiers.snapshot(),
             documents=loop.documents,
         )
-
-
-def _until(priority: object, deadline: object, now: float) -> float | None:
-    """When a deadline of so many seconds ends; checks both arguments."""
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise RequestError(f"priority must be a whole number, not {priority!r}")
-    if deadline is None:
-        return None
-    number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
-    if not number or not 0 < deadline < math.inf:  # type: ignore[operator]
-        raise RequestError(
-            f"deadline must be a positive number of seconds, or None; not {deadline!r}"
-        )
-    return now + deadline  # type: ignore[operator]
-
-
-def _is_batch(prompt: Any) -> bool:
-    """Whether these are several prompts: items are neither ids nor messages."""
-    if isinstance(prompt, (str, bytes, Mapping)) or not isinstance(prompt, Sequence):
-        return False
-    return bool(prompt) and not any(
-        isinstance(part, Mapping) or hasattr(part, "__index__") for part in prompt
-    )
 
 
 def _leave(door: Door, pid: int) -> None:

@@ -31,7 +31,7 @@ from pcr_core.model.prefill_plan import ROW_UNIT, Cuts
 from pcr_core.model.runner import Runner
 from pcr_core.model.sampling import end_token_ids
 from pcr_core.model.setup import model_prepared
-from pcr_core.request import Request
+from pcr_core.request import Completion, Request
 from pcr_core.tiers import (
     WRITE_POLICIES,
     CudaRegistrar,
@@ -63,6 +63,7 @@ class Door:
         self._changed = threading.Condition()
         self._requests: list[Request] = []
         self._calls: list[Call] = []
+        self._unended: list[Completion] = []
         self._waiting = 0
         self._woken = False
         self._closed: BaseException | None = None
@@ -81,6 +82,8 @@ class Door:
                 )
             self._waiting += len(requests)
             self._requests.extend(requests)
+            self._unended = [one for one in self._unended if not one.done]
+            self._unended.extend(request.completion for request in requests)
             self._changed.notify()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -131,6 +134,13 @@ class Door:
         with self._changed:
             self._closed = self._closed or reason
             self._changed.notify_all()
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request that came in has ended."""
+        with self._changed:
+            self._unended = [one for one in self._unended if not one.done]
+            return not self._unended
 
     @property
     def closed(self) -> bool:

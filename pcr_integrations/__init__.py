@@ -1,8 +1,9 @@
 """Thin adapters that put a PCR engine behind LangChain and LlamaIndex objects.
 
 ``pcr_integrations.langchain`` needs ``pip install "pcr-rag[langchain]"`` and
-``pcr_integrations.llama_index`` needs ``pip install "pcr-rag[llama-index]"``.
-Importing either loads no torch and no model: an engine is built on first use.
+``pcr_integrations.llama_index`` needs ``pip install "pcr-rag[llama-index]"``;
+``pcr_integrations.retrieval``, for FAISS, ``pip install "pcr-rag[retrieval]"``.
+Importing them loads no torch and no model: an engine is built on first use.
 """
 
 from __future__ import annotations

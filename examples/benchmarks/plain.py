@@ -50,6 +50,23 @@ class Plain:
         cache.crop(before - cache.get_seq_length())
         return seconds
 
+    @torch.inference_mode()
+    def step(self, ids: list[int], tokens: int = 32) -> float:
+        """Seconds that ``generate`` takes for one token more, greedy."""
+        prompt = torch.tensor([ids])
+        mask = torch.ones_like(prompt)
+
+        def generate(count: int) -> float:
+            options = {"max_new_tokens": count, "min_new_tokens": count}
+            return timed(
+                lambda: self.model.generate(
+                    prompt, attention_mask=mask, do_sample=False, **options
+                )
+            )
+
+        first = generate(1)
+        return (generate(1 + tokens) - first) / tokens
+
 
 def _serve(pipe: Connection, path: str, dtype: str, threads: int) -> None:
     torch.set_num_threads(threads)

@@ -164,6 +164,13 @@ class DocumentSource:
             HINTS.send(engine, prediction.prompt, prediction.tools)
         return done
 
+    def arranged(self, items: Sequence[Item]) -> list[Item]:
+        """Return documents in the order in which they would be handed over now.
+
+        Notes nothing. Asks the engine with ``order="cache"``.
+        """
+        return [items[index] for index in self._arrange(items)[0]]
+
     def predict(self, items: Sequence[Item]) -> Prediction | None:
         """Return how the prompt would begin if these documents went into it.
 

@@ -40,13 +40,7 @@ def submit(
     if not places:
         return engine.submit(prompt, params, **given)
     documents = documents_of(places)
-    try:
-        completion = engine.submit(prompt, params, **given, documents=documents)
-        lost = 0
-    except DocumentNotFoundError as error:
-        left = [one for one in documents if one not in error.documents]
-        lost = len(documents) - len(left)
-        completion = engine.submit(prompt, params, **given, **_given(documents=left))
+    completion, lost = submit_with(engine, prompt, params, documents, **given)
     known.count(len(documents), lost)
     try:
         _tell_source(engine, prompt, tools, places)
@@ -54,6 +48,38 @@ def submit(
         completion.cancel()
         raise
     return completion
+
+
+def submit_with(
+    engine: Engine,
+    prompt: Prompt,
+    params: SamplingParams,
+    documents: Sequence[Document],
+    **options: Any,
+) -> tuple[Completion, int]:
+    """Submit a prompt with those of some documents that it holds when rendered.
+
+    Args:
+        engine: The engine.
+        prompt: Text, or messages with ``role`` and ``content``.
+        params: How to sample.
+        documents: The documents.
+        options: Further keywords of ``Engine.submit``.
+
+    Returns:
+        The completion, and how many of the documents it does not hold.
+
+    Raises:
+        PcrError: See ``Engine.submit``.
+    """
+    try:
+        named = _given(documents=documents)
+        return engine.submit(prompt, params, **options, **named), 0
+    except DocumentNotFoundError as error:
+        left = [one for one in documents if one not in error.documents]
+    named = _given(documents=left)
+    completion = engine.submit(prompt, params, **options, **named)
+    return completion, len(documents) - len(left)
 
 
 def explain(engine: Engine, prompt: Prompt, tools: Tools | None = None) -> Explanation:

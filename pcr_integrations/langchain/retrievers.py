@@ -17,8 +17,15 @@ from pydantic import Field, PrivateAttr
 
 from pcr_core import RequestError
 from pcr_integrations._fields import check_names
-from pcr_integrations.documents import DocumentSource, Handover, RetrieverStats
+from pcr_integrations.documents import (
+    DocumentSource,
+    Handover,
+    Item,
+    RetrieverStats,
+)
 from pcr_integrations.langchain._documents import Reader, in_order
+from pcr_integrations.speculation import Speculation, SpeculationStats, Speculator
+from pcr_integrations.speculation._wrappers import speculator_for
 
 
 class PCRRetriever(BaseRetriever):
@@ -40,6 +47,9 @@ class PCRRetriever(BaseRetriever):
         score_key: Metadata key of the score.
         document_id: Returns a document's id for ``engine.forget``. The default is
             ``document.id``, or a digest of the text.
+        speculate: Let an idle engine compute what the search has found so far while it
+            goes on. ``inner`` must report stages: ``retrieval.langchain``'s
+            ``FaissRetriever``. ``speculation`` counts.
 
     Example:
         >>> retriever = PCRRetriever(inner=store.as_retriever())   # doctest: +SKIP
@@ -59,14 +69,26 @@ class PCRRetriever(BaseRetriever):
     score_tolerance: float | None = None
     score_key: str = "relevance_score"
     document_id: Callable[[Document], str] | None = Field(default=None, exclude=True)
+    speculate: bool = False
 
     _source: DocumentSource = PrivateAttr()
+    _speculator: Speculator | None = PrivateAttr(default=None)
 
     def __init__(self, **settings: Any) -> None:
         check_names(type(self).model_fields, settings)
         super().__init__(**settings)
         name = f"PCRRetriever({type(self.inner).__name__})"
         self._source = DocumentSource(name, self.order, self.score_tolerance)
+        if self.speculate:
+            search = getattr(self.inner, "_get_relevant_documents", self.inner.invoke)
+            self._speculator = speculator_for(self._source, self.order, search)
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """What was computed ahead, and what came of it; zeros without ``speculate``."""
+        return (
+            SpeculationStats() if self._speculator is None else self._speculator.stats
+        )
 
     @property
     def stats(self) -> RetrieverStats:
@@ -82,8 +104,13 @@ class PCRRetriever(BaseRetriever):
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
         child = RunnableConfig(callbacks=run_manager.get_child())
-        found = self.inner.invoke(query, child, **self._search_options(kwargs))
-        return self._hand_over(query, found)
+        options = self._search_options(kwargs)
+        if self._speculator is None:
+            return self._hand_over(query, self.inner.invoke(query, child, **options))
+        with self._speculator.begin() as speculation:
+            watch = speculation.watcher(self._arranged)
+            found = self.inner.invoke(query, child, on_stage=watch, **options)
+            return self._finish(query, found, speculation)
 
     async def _aget_relevant_documents(
         self,
@@ -93,10 +120,29 @@ class PCRRetriever(BaseRetriever):
         **kwargs: Any,
     ) -> list[Document]:
         child = RunnableConfig(callbacks=run_manager.get_child())
-        found = await self.inner.ainvoke(query, child, **self._search_options(kwargs))
+        options = self._search_options(kwargs)
+        if self._speculator is not None:
+            with self._speculator.begin() as speculation:
+                watch = speculation.watcher(self._arranged)
+                found = await self.inner.ainvoke(
+                    query, child, on_stage=watch, **options
+                )
+                return self._finish(query, found, speculation)
+        found = await self.inner.ainvoke(query, child, **options)
         if self.order != "cache":
             return self._hand_over(query, found)
         return await asyncio.to_thread(self._hand_over, query, found)
+
+    def _arranged(self, found: list[Document]) -> list[Item]:
+        items = Reader(self.document_id, self.score_key).items(found)
+        return self._source.arranged(items)
+
+    def _finish(
+        self, query: str, found: list[Document], speculation: Speculation
+    ) -> list[Document]:
+        handed = self._hand_over(query, found)
+        speculation.finish(Reader(self.document_id, self.score_key).items(handed))
+        return handed
 
     def _hand_over(self, query: str, found: list[Document]) -> list[Document]:
         items = Reader(self.document_id, self.score_key).items(found)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
-from pcr_integrations.documents import DocumentSource, Handover, RetrieverStats
+from pcr_integrations.documents import (
+    DocumentSource,
+    Handover,
+    Item,
+    RetrieverStats,
+)
 from pcr_integrations.llama_index._nodes import DocumentId, in_order, items
+from pcr_integrations.speculation import Speculation, SpeculationStats, Speculator
+from pcr_integrations.speculation._wrappers import speculator_for
 
 
 class PCRRetriever(BaseRetriever):
@@ -32,6 +40,9 @@ class PCRRetriever(BaseRetriever):
             score is higher by more than this; ``None`` leaves scores out of account.
         document_id: Returns a node's id for ``engine.forget``. The default is
             ``node.node_id``; ``lambda node: node.ref_doc_id`` names the source.
+        speculate: Let an idle engine compute what the search has found so far while it
+            goes on. ``inner`` must report stages: ``retrieval.llama_index``'s
+            ``FaissRetriever``. ``speculation`` counts.
 
     Example:
         >>> retriever = PCRRetriever(index.as_retriever())          # doctest: +SKIP
@@ -50,6 +61,7 @@ class PCRRetriever(BaseRetriever):
         order: str = "retrieval",
         score_tolerance: float | None = None,
         document_id: DocumentId | None = None,
+        speculate: bool = False,
     ) -> None:
         super().__init__(
             callback_manager=inner.callback_manager,
@@ -61,6 +73,10 @@ class PCRRetriever(BaseRetriever):
         self._document_id = document_id
         name = f"PCRRetriever({type(inner).__name__})"
         self._source = DocumentSource(name, order, score_tolerance)
+        self._speculator: Speculator | None = None
+        if speculate:
+            search = inner._retrieve  # noqa: SLF001  (see below)
+            self._speculator = speculator_for(self._source, order, search)
 
     @property
     def stats(self) -> RetrieverStats:
@@ -68,11 +84,25 @@ class PCRRetriever(BaseRetriever):
         return self._source.stats
 
     @property
+    def speculation(self) -> SpeculationStats:
+        """What was computed ahead, and what came of it; zeros without ``speculate``."""
+        return (
+            SpeculationStats() if self._speculator is None else self._speculator.stats
+        )
+
+    @property
     def last(self) -> Handover | None:
         """The last retrieval in any thread: its ids, and how they were reordered."""
         return self._source.last
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        if self._speculator is not None:
+            with self._speculator.begin() as speculation:
+                search: Any = self.inner._retrieve  # noqa: SLF001
+                found = search(
+                    query_bundle, on_stage=speculation.watcher(self._arranged)
+                )
+                return self._finish(query_bundle, found, speculation)
         if _has_own(self.inner, "retrieve"):
             found = self.inner.retrieve(query_bundle)
         else:
@@ -81,6 +111,13 @@ class PCRRetriever(BaseRetriever):
         return self._hand_over(query_bundle, found)
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        if self._speculator is not None:
+            with self._speculator.begin() as speculation:
+                search: Any = self.inner._aretrieve  # noqa: SLF001
+                found = await search(
+                    query_bundle, on_stage=speculation.watcher(self._arranged)
+                )
+                return self._finish(query_bundle, found, speculation)
         if _has_own(self.inner, "aretrieve"):
             found = await self.inner.aretrieve(query_bundle)
         else:
@@ -88,6 +125,16 @@ class PCRRetriever(BaseRetriever):
         if not self._blocks:
             return self._hand_over(query_bundle, found)
         return await asyncio.to_thread(self._hand_over, query_bundle, found)
+
+    def _arranged(self, found: list[NodeWithScore]) -> list[Item]:
+        return self._source.arranged(items(found, self._document_id))
+
+    def _finish(
+        self, query: QueryBundle, found: list[NodeWithScore], speculation: Speculation
+    ) -> list[NodeWithScore]:
+        handed = self._hand_over(query, found)
+        speculation.finish(items(handed, self._document_id))
+        return handed
 
     def _hand_over(
         self, query: QueryBundle, found: list[NodeWithScore]

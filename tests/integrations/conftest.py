@@ -136,6 +136,7 @@ class ScriptedEngine:
         *,
         tools: Any = None,
         documents: Sequence[Document] = (),
+        priority: int = 0,
     ) -> Completion:
         params = params or SamplingParams()
         rendered = self.render(prompt, tools)

@@ -30,14 +30,14 @@ class Watched:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.requests: list[Request] = []
-        build = engine._request
+        read = engine._intake.read
 
-        def request(*args: Any) -> Request:
-            made = build(*args)
+        def noted(*args: Any) -> Request:
+            made = read(*args)
             self.requests.append(made)
             return made
 
-        engine._request = request  # type: ignore[method-assign]
+        engine._intake.read = noted  # type: ignore[method-assign]
 
     def reused(self) -> list[bool | None]:
         """For each prompt with documents: all of them, none, or ``None`` for some."""

@@ -176,6 +176,7 @@ assert not heavy, heavy
             "pcr_integrations.llama_index as li",
             "li.PCRLLM(model_name='m', max_new_tokens=3)",
         ),
+        ("pcr_integrations.retrieval as staged", "staged.StagedFaissIndex"),
     ],
 )
 def test_importing_and_constructing_loads_no_torch(module: str, construct: str) -> None:
@@ -199,6 +200,7 @@ else:
     [
         ("pcr_integrations.langchain", "langchain_core", "langchain"),
         ("pcr_integrations.llama_index", "llama_index.core", "llama-index"),
+        ("pcr_integrations.retrieval", "faiss", "retrieval"),
     ],
 )
 def test_a_missing_extra_is_named(module: str, package: str, extra: str) -> None:
