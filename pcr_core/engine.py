@@ -41,7 +41,8 @@ from pcr_core.explain.reasons import explain
 from pcr_core.index.chunk import chunk_keys
 from pcr_core.model.prompt import Tools, encode_prompt, encode_with_offsets
 from pcr_core.model.sampling_rules import SamplingRules
-from pcr_core.request import Completion, Prompt, Request, Result
+from pcr_core.request import Completion, Prompt, Request
+from pcr_core.result import Result
 from pcr_core.sampling_params import SamplingParams
 from pcr_core.scheduler import sharers_together
 from pcr_core.service import Door, start
