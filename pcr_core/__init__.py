@@ -34,7 +34,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from pcr_core.explain.explanation import Explanation
-    from pcr_core.request import Completion, Result, Timing, Usage
+    from pcr_core.request import Completion
+    from pcr_core.result import Result, Timing, Usage
     from pcr_core.sampling_params import SamplingParams
     from pcr_core.stats import CacheStats, Decisions, EngineStats
 
@@ -49,8 +50,9 @@ _HOMES = {
     "Decisions": "stats",
     "EngineStats": "stats",
     "Explanation": "explain.explanation",
+    "Completion": "request",
     "SamplingParams": "sampling_params",
-    **dict.fromkeys(("Completion", "Result", "Timing", "Usage"), "request"),
+    **dict.fromkeys(("Result", "Timing", "Usage"), "result"),
     **dict.fromkeys(
         (
             "CancelledError",

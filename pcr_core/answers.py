@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 
-from pcr_core.request import Completion, Request, Result
+from pcr_core.request import Completion, Request
+from pcr_core.result import Result
 
 
 class _Answers:

@@ -31,7 +31,8 @@ from pcr_core.explain.explanation import Explanation
 from pcr_core.explain.reasons import explain
 from pcr_core.intake import Intake, is_batch
 from pcr_core.model.prompt import Tools
-from pcr_core.request import Completion, Prompt, Request, Result
+from pcr_core.request import Completion, Prompt, Request
+from pcr_core.result import Result
 from pcr_core.sampling_params import SamplingParams
 from pcr_core.scheduler import sharers_together
 from pcr_core.service import Door, start

@@ -300,3 +300,13 @@ def smollm2_dir(pytestconfig: pytest.Config) -> Path:
 
     assert pytestconfig.cache is not None
     return packaged_model_dir(pytestconfig.cache.mkdir("pcr-models"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What child processes have measured of that model, once for all of them.
+
+    A folder to link as ``probes`` below their cache folders. Measuring depends on the
+    number of threads; they all use one.
+    """
+    return tmp_path_factory.mktemp("probes")

@@ -74,21 +74,15 @@ for source in sys.stdin.read().split("\\0"):
 """
 
 
-@pytest.fixture(scope="module")
-def probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What was measured of model and machine, once for all pages."""
-    return tmp_path_factory.mktemp("probes")
-
-
 @pytest.mark.parametrize("page", _to_run(), ids=_name)
 def test_blocks_run(
-    page: Path, tmp_path: Path, smollm2_dir: Path, probes: Path
+    page: Path, tmp_path: Path, smollm2_dir: Path, smollm2_probes: Path
 ) -> None:
     """``model=None`` finds the packaged model, converted already."""
     home = tmp_path / "home"
     (home / ".cache" / "pcr").mkdir(parents=True)
     (home / ".cache" / "pcr" / "models").symlink_to(smollm2_dir.parent)
-    (home / ".cache" / "pcr" / "probes").symlink_to(probes)
+    (home / ".cache" / "pcr" / "probes").symlink_to(smollm2_probes)
     blocks = blocks_of(page.read_text(encoding="utf-8"))
     sources = ["\n" * (b.line - 1) + b.code for b in blocks if not b.tag]
     done = subprocess.run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pcr_core.table import as_html, as_text
+from pcr_core.table import as_html, as_text, grid_html
 
 Verdict = Literal[
     "reused",
@@ -20,6 +20,8 @@ Verdict = Literal[
     "other text before it",
 ]
 """Why a part is not wholly reused; see ``Explanation``."""
+
+_COLUMNS = ("", "tokens", "device", "DRAM", "SSD", "computed", "why")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,34 +135,39 @@ class Explanation:
         return as_text(self.rows())
 
     def _repr_html_(self) -> str:
-        return as_html(self.rows())
+        parts = [
+            ("prompt", self.prompt),
+            *zip(self._names(), self.documents, strict=True),
+        ]
+        grid = grid_html(_COLUMNS, [_cells(*part) for part in parts])
+        return grid + as_html([self._prompt_row(), *self._advice()])
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line of the table."""
         prompt = self.prompt
-        full = prompt.tokens // self.chunk_tokens
         rows = [
-            (
-                "prompt",
-                f"{counted(prompt.tokens, 'token')}, {counted(full, 'full chunk')} of "
-                f"{self.chunk_tokens}",
-            ),
+            self._prompt_row(),
             ("reused", _reused(prompt)),
             ("computed", _because(f"{prompt.computed_tokens}", prompt)),
         ]
         rows += [
-            (
-                f"document {_short(part.name)}",
-                _because(
-                    f"{_place(part)}: reused {_reused(part)}",
-                    part,
-                ),
-            )
-            for part in self.documents
+            (name, _because(f"{_place(part)}: reused {_reused(part)}", part))
+            for name, part in zip(self._names(), self.documents, strict=True)
         ]
-        if self.difference is not None:
-            rows += _difference_rows(self.difference)
-        return rows + [("hint", hint) for hint in self.hints]
+        return rows + self._advice()
+
+    def _names(self) -> list[str]:
+        return [f"document {_short(part.name)}" for part in self.documents]
+
+    def _prompt_row(self) -> tuple[str, str]:
+        tokens = counted(self.prompt.tokens, "token")
+        full = counted(self.prompt.tokens // self.chunk_tokens, "full chunk")
+        return "prompt", f"{tokens}, {full} of {self.chunk_tokens}"
+
+    def _advice(self) -> list[tuple[str, str]]:
+        at = self.difference
+        differs = [] if at is None else _difference_rows(at)
+        return differs + [("hint", hint) for hint in self.hints]
 
 
 def counted(number: int, noun: str) -> str:
@@ -183,6 +190,12 @@ def _reused(part: Part) -> str:
         f"{text}: {part.device_tokens} device, {part.dram_tokens} DRAM, "
         f"{part.ssd_tokens} SSD"
     )
+
+
+def _cells(name: str, part: Part) -> list[str | int]:
+    tiers = [part.device_tokens, part.dram_tokens, part.ssd_tokens]
+    why = f"{part.verdict}: {part.why}" if part.why else part.verdict
+    return [name, part.tokens, *tiers, part.computed_tokens, why]
 
 
 def _because(text: str, part: Part) -> str:

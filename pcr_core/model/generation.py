@@ -20,7 +20,8 @@ from pcr_core.model.prefill import Forward, Prefill
 from pcr_core.model.runner import Row, Runner
 from pcr_core.model.sampling import Sampler
 from pcr_core.model.text import TextStream
-from pcr_core.request import FinishReason, Request, Result, Timing, Usage
+from pcr_core.request import Request
+from pcr_core.result import FinishReason, Result, Timing, Usage
 from pcr_core.timeline.interval import Interval
 
 _FIRST_ROOM = KEY_BLOCK

@@ -27,7 +27,8 @@ from pcr_core.model.loading import load
 from pcr_core.model.runner import Runner
 from pcr_core.model.sampling import Sampler
 from pcr_core.model.setup import model_prepared
-from pcr_core.request import Request, SamplingParams, Usage
+from pcr_core.request import Request, SamplingParams
+from pcr_core.result import Usage
 from pcr_core.service import tier_settings
 from pcr_core.tiers import ChunkStore, CudaRegistrar, TierManager, open_tiers
 from pcr_core.tiers.store.chunk_file import ChunkFormat, chunk_path

@@ -15,7 +15,7 @@ from examples.benchmarks.load_report import METRICS, draw_plots, percentiles, su
 from examples.benchmarks.load_work import make_arrivals, recipe_for
 from examples.benchmarks.serve_load import serve
 from pcr_core import Completion, QueueFullError, Result
-from pcr_core.request import Timing, Usage
+from pcr_core.result import Timing, Usage
 from pcr_core.simulator.workloads import draw
 
 ROOT = Path(__file__).resolve().parents[2]

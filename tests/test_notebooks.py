@@ -1,0 +1,175 @@
+"""The notebooks of docs/how_to/: well formed, without outputs, listed, and they run.
+
+They are run in one process with one engine, because loading a model eight times proves
+nothing. ``--run-slow`` also runs each alone, with a process and a cache folder for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "how_to"
+CHILD = ROOT / "tests" / "notebook_child.py"
+SHARE = "--share-engines"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+CELL_KEYS = {
+    "markdown": {"cell_type", "id", "metadata", "source"},
+    "code": {"cell_type", "id", "metadata", "source", "execution_count", "outputs"},
+}
+each = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def load(notebook: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(notebook.read_text(encoding="utf-8"))
+    return found
+
+
+def sources(notebook: Path, kind: str) -> list[str]:
+    cells = load(notebook)["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == kind]
+
+
+def test_there_are_eight() -> None:
+    assert len(NOTEBOOKS) == 8
+
+
+@each
+def test_it_is_a_notebook_of_format_4_5(notebook: Path) -> None:
+    content = load(notebook)
+    assert set(content) == {"cells", "metadata", "nbformat", "nbformat_minor"}
+    assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
+    assert content["metadata"]["kernelspec"] == {
+        "display_name": "Python 3",
+        "language": "python",
+        "name": "python3",
+    }
+    ids = [cell["id"] for cell in content["cells"]]
+    assert len(set(ids)) == len(ids)
+    for cell in content["cells"]:
+        assert set(cell) == CELL_KEYS[cell["cell_type"]]
+        assert re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", cell["id"])
+        lines = cell["source"]
+        assert lines
+        assert all(line.endswith("\n") for line in lines[:-1])
+        assert not lines[-1].endswith("\n")
+
+
+@each
+def test_it_has_no_outputs_and_names_no_machine(notebook: Path) -> None:
+    for cell in load(notebook)["cells"]:
+        assert cell.get("outputs", []) == []
+        assert cell.get("execution_count") is None
+    text = notebook.read_text(encoding="utf-8")
+    assert not re.search(r"[\"'\s(](/[a-z]+/|[A-Z]:\\|~/)", text)
+
+
+@each
+def test_it_begins_with_a_title_and_every_cell_compiles(notebook: Path) -> None:
+    assert load(notebook)["cells"][0]["source"][0].startswith("# ")
+    for source in sources(notebook, "code"):
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        compile(source, notebook.name, "exec", flags, dont_inherit=True)
+
+
+@each
+def test_its_links_lead_somewhere(notebook: Path) -> None:
+    for text in sources(notebook, "markdown"):
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+            assert target.startswith("https://") or (FOLDER / target).exists()
+
+
+@each
+def test_the_readme_lists_it(notebook: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"(docs/how_to/{notebook.name})" in readme
+
+
+@pytest.fixture
+def home(tmp_path: Path, smollm2_dir: Path, smollm2_probes: Path) -> Path:
+    """``model=None`` finds the packaged model there, converted and measured."""
+    cache = tmp_path / "home" / ".cache" / "pcr"
+    cache.mkdir(parents=True)
+    (cache / "models").symlink_to(smollm2_dir.parent)
+    (cache / "probes").symlink_to(smollm2_probes)
+    return tmp_path / "home"
+
+
+def execute(home: Path, *arguments: object, timeout: float) -> str:
+    done = subprocess.run(
+        [sys.executable, str(CHILD), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=home.parent,
+        # One thread: where others compute too, two that wait for each other crawl.
+        env={**os.environ, "HOME": str(home), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_they_run(home: Path) -> None:
+    shown = execute(home, SHARE, *NOTEBOOKS, timeout=500)
+    for notebook in NOTEBOOKS:
+        count = len(sources(notebook, "code"))
+        assert shown.count(f"--- {notebook.name}[") == count
+
+
+@pytest.mark.slow
+@each
+def test_it_runs_alone_and_again(notebook: Path, home: Path) -> None:
+    for _ in range(2):  # the second time, what it asks is on SSD already
+        execute(home, notebook, timeout=280)
+
+
+# --- the child that runs them ---
+
+
+def write(path: Path, *cells: str) -> Path:
+    content = [{"cell_type": "code", "source": [cell]} for cell in cells]
+    path.write_text(json.dumps({"cells": content}), encoding="utf-8")
+    return path
+
+
+def test_cells_share_names_and_a_running_loop(tmp_path: Path) -> None:
+    book = write(
+        tmp_path / "a.ipynb",
+        "import asyncio\nloop = asyncio.get_running_loop()",
+        "task = asyncio.create_task(asyncio.sleep(0, 'waited'))\nawait task",
+        "assert asyncio.get_running_loop() is loop\ntask.result() + '!'",
+    )
+    shown = execute(tmp_path, book, timeout=60)
+    assert "waited\n" in shown
+    assert "waited!\n" in shown
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "1 / 0",
+        "class Shown:\n    def _repr_html_(self): return 1 / 0\nShown()",
+        "await missing()",
+    ],
+)
+def test_a_cell_that_fails_fails_all(tmp_path: Path, cell: str) -> None:
+    book = write(tmp_path / "bad.ipynb", "x = 1", cell)
+    good = write(tmp_path / "good.ipynb", "print('went on')")
+    with pytest.raises(AssertionError, match=r"(?s)went on.*bad\.ipynb\[2\]"):
+        execute(tmp_path, book, good, timeout=60)
+
+
+def test_notebooks_share_no_names(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.ipynb", "only_here = 1")
+    second = write(tmp_path / "b.ipynb", "'only_here' in globals()")
+    assert "False\n" in execute(tmp_path, first, second, timeout=60)
