@@ -191,15 +191,22 @@ class EngineLoop:
         return self.tiers.prepare()
 
     def abandon(self, error: BaseException) -> None:
-        """Fail every request that has not ended."""
-        requests = [generation.request for generation in self._running]
+        """Fail every request that has not ended, and free what they hold.
+
+        In this order: what an error has left behind may not be freed any more.
+        """
+        begun = [generation.request for generation in self._running]
         if self._prefilling is not None:
-            requests.append(self._prefilling.request)
-        self._answers.close()
-        for request in requests:
-            self._let_go(request)
-        for request in [*requests, *self._scheduler.drain()]:
+            begun.append(self._prefilling.request)
+        for request in [*begun, *self._scheduler.drain()]:
             request.completion.fail(error)
+        self._suspended.clear()
+        frees = [partial(self._let_go, request) for request in begun]
+        for free in [self._answers.close, *frees]:
+            try:
+                free()
+            except Exception:
+                _log.exception("what a request held could not be freed")
 
     # --- the queue ---
 

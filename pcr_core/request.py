@@ -19,6 +19,7 @@ from pcr_core.timeline.rough import filled_in
 from pcr_core.timeline.timeline import Timeline
 
 _log = logging.getLogger("pcr_core.engine")
+_LISTENER_FAILED = "a listener of a completion failed"
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -221,7 +222,10 @@ class Completion:
             self._listeners.append(listener)
             over = self.done
         if over:
-            _call(listener)
+            try:
+                listener()
+            except Exception:
+                _log.exception(_LISTENER_FAILED)
 
     def wait_for_piece(self, index: int) -> str | None:
         """Wait for one piece of the text; ``None`` if the text ends before it.
@@ -308,11 +312,14 @@ class CompletionStream(Iterator[str]):
 
 
 def _call(listener: Callable[[], None]) -> None:
-    """Other requests must not suffer from a listener, such as one of a closed loop."""
+    """Other requests must not suffer from a listener, such as one of a closed loop.
+
+    Whatever it raises: the engine thread would end of a ``SystemExit``.
+    """
     try:
         listener()
-    except Exception:
-        _log.exception("a listener of a completion failed")
+    except BaseException:
+        _log.exception(_LISTENER_FAILED)
 
 
 @dataclass(slots=True, eq=False)
