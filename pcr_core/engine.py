@@ -7,8 +7,8 @@ lock. Other threads reach it only through a ``Door`` (see ``service``).
 from __future__ import annotations
 
 import atexit
-import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -539,11 +539,11 @@ def _until(priority: object, deadline: object, now: float) -> float | None:
     if deadline is None:
         return None
     number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
-    if not number or not 0 < deadline < math.inf:  # type: ignore[operator]
+    if not number or not 0 < deadline <= sys.float_info.max:  # type: ignore[operator]
         raise RequestError(
             f"deadline must be a positive number of seconds, or None; not {deadline!r}"
         )
-    return now + deadline  # type: ignore[operator]
+    return now + float(deadline)  # type: ignore[arg-type]
 
 
 def _is_batch(prompt: Any) -> bool:

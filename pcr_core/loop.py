@@ -296,6 +296,8 @@ class EngineLoop:
                 continue
             if len(self._running) >= self._batching.rows or not self._fits(request):
                 return
+            if not self._scheduler.may_take(request):
+                return
             self._scheduler.take(request)
             self._guard(request, partial(self._begin_beside, request, first))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -205,11 +206,37 @@ def test_a_request_that_is_late_fails_waiting_or_running(opened: Opened) -> None
 
 @pytest.mark.parametrize(
     "options",
-    [{"priority": 1.5}, {"priority": True}, {"deadline": 0}, {"deadline": "soon"}],
+    [
+        {"priority": 1.5},
+        {"priority": True},
+        *[
+            {"deadline": bad}
+            for bad in (0, -1, True, "soon", math.nan, math.inf, 10**400)
+        ],
+    ],
 )
 def test_bad_places_in_the_queue_are_refused(engine: Any, options: Any) -> None:
     with pytest.raises(RequestError, match=next(iter(options))):
         engine.submit("hello", **options)
+
+
+def test_a_group_overtakes_nobody_beyond_the_bound(opened: Opened) -> None:
+    with opened(slots=60, batching=Batching(rows=6, max_overtakes=2)) as bench:
+        filler = bench.request([5] * 20, max_tokens=3, priority=9)
+        bench.loop.step()
+        waits = bench.request([6] * 20, max_tokens=1)
+        parts = one_each(bench.made([7] * 20, n=5, max_tokens=6), copy)
+        for part in parts:
+            part.priority = 5
+            bench.loop.add(part)
+        while bench.loop.busy:
+            bench.loop.step()
+            queue = bench.loop._scheduler.waiting()
+            if waits in queue:
+                assert sum(part in queue for part in parts) >= 3, "overtaken twice"
+        for one in (filler, waits, *parts):
+            assert one.completion.result(0).token_ids
+        assert bench.nothing_held()
 
 
 # --- memory ---

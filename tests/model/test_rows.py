@@ -443,7 +443,7 @@ def test_machine() -> None:
 
 @pytest.mark.parametrize("most", range(4))
 def test_rows_in_use_stay_within_their_limit(most: int) -> None:
-    """Conversations that grow, side by side: rows at rest are taken over as they are."""
+    """Conversations that grow, side by side, and take rows at rest over."""
     dice = random.Random(most)
     for blocks in (1, 2, 3, 5, 7, 10) * 10:
         limit = blocks * BLOCK_BYTES
