@@ -106,6 +106,7 @@ class EngineLoop:
             self._runner, tiers, self._generation, lambda: self.closing()
         )
         self._seen = (-1, -1)
+        self._chosen: tuple[tuple[int, int], Request | None] | None = None
         self.closing: Callable[[], bool] = lambda: False
 
     @property
@@ -220,11 +221,14 @@ class EngineLoop:
 
     def _standing(self, request: Request) -> Standing:
         keys = request.keys[: request.usable]
+        ready = not self.tiers.is_reading(keys)
+        if self._batching.order == "fcfs":
+            return Standing(ready)
         states = self.tiers.match(keys)
         there = sum(state != "none" for state in states)
         size = len(request.tokens)
         cached = min(there * self.tiers.chunk_tokens, size - 1)
-        return Standing(not self.tiers.is_reading(keys), cached, size - cached)
+        return Standing(ready, cached, size - cached)
 
     def _drop_unwanted(self) -> None:
         now = self._clock()
@@ -238,15 +242,23 @@ class EngineLoop:
         if seen != self._seen:
             self.tiers.look_ahead(self._scheduler.upcoming(self.tiers.window))
             self._seen = seen
+            self._chosen = None  # reads may have begun
+
+    def _next(self) -> Request | None:
+        """Who is next. Not asked anew at every step while there is no memory for it."""
+        seen = (self._scheduler.version, self.tiers.version)
+        if self._chosen is None or self._chosen[0] != seen:
+            self._chosen = seen, self._scheduler.peek()
+        return self._chosen[1]
 
     def _admit(self) -> None:
         """Begin with the next request, if there is a row for it and no other begins."""
         if self._prefilling is not None or len(self._running) >= self._batching.rows:
             return
-        request = self._scheduler.peek()
+        request = self._next()
         if request is None or (self._running and not self._fits(request)):
             return
-        self._answers.close()
+        self._answers.pause()
         self._scheduler.take(request)
         self._guard(request, partial(self._begin, request))
 
