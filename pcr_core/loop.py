@@ -176,8 +176,8 @@ class EngineLoop:
         self._admit()
         self._look_ahead()
         if self._prefilling is not None:
-            budget = self._batching.prefill_tokens if running else None
-            self._guard(self._prefilling.request, partial(self._advance, budget))
+            work = self._advance_beside if running else self._advance
+            self._guard(self._prefilling.request, work)
         self._make_room(running)
         self._decode([one for one in running if one in self._running])
         return before - len(self._scheduler)
@@ -286,7 +286,16 @@ class EngineLoop:
             generation.close()
             raise
 
-    def _advance(self, budget: int | None) -> None:
+    def _advance_beside(self) -> None:
+        """Compute a part of it, unless that would keep running rows waiting for SSD."""
+        prefilling = self._prefilling
+        assert prefilling is not None
+        if prefilling.is_late():
+            self._checkpoint(prefilling.request)
+        else:
+            self._advance(self._batching.prefill_tokens)
+
+    def _advance(self, budget: int | None = None) -> None:
         prefilling = self._prefilling
         assert prefilling is not None
         if not prefilling.advance(budget):
