@@ -176,8 +176,10 @@ class EngineLoop:
         self._admit()
         self._look_ahead()
         if self._prefilling is not None:
-            work = self._advance_beside if running else self._advance
-            self._guard(self._prefilling.request, work)
+            advance: Callable[[], None] = self._advance
+            if running:
+                advance = self._advance_beside
+            self._guard(self._prefilling.request, advance)
         self._make_room(running)
         self._decode([one for one in running if one in self._running])
         return before - len(self._scheduler)
