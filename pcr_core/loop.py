@@ -204,8 +204,9 @@ class EngineLoop:
         for request in [*begun, *self._scheduler.drain()]:
             request.completion.fail(error)
         self._suspended.clear()
-        frees = [partial(self._let_go, request) for request in begun]
-        for free in [self._answers.close, *frees]:
+        frees: list[Callable[[], None]] = [self._answers.close]
+        frees += [partial(self._let_go, request) for request in begun]
+        for free in frees:
             try:
                 free()
             except Exception:
