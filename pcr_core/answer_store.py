@@ -4,7 +4,9 @@ KV that decode steps leave behind may differ by rounding from what a prefill com
 and exact mode promises that it makes no difference whether something was cached. So
 what a prompt and its answer fill of whole chunks is prefilled once more, when nothing
 else is to be done; everything before the answer is read, not computed. In free mode the
-row at rest holds all of it, and it is only copied. Engine thread only.
+row at rest holds all of it, and it is only copied. The row that this takes goes back to
+rest with prompt and answer, so that the next turn goes on from there. Engine thread
+only.
 """
 
 from __future__ import annotations
@@ -58,7 +60,6 @@ class AnswerStore:
             return
         if len(request.keys) < known:
             return  # a part of the prompt was forgotten
-        tokens = tokens[: len(tokens) // size * size]
         self._waiting.append(
             Request(
                 tokens,
@@ -72,7 +73,8 @@ class AnswerStore:
 
     def waiting(self) -> list[Request]:
         """What is not stored yet; ``forget`` strikes out what must not be."""
-        return list(self._waiting)
+        current = [] if self._current is None else [self._current.request]
+        return [*current, *self._waiting]
 
     def advance(self, budget: int) -> bool:
         """Compute up to ``budget`` tokens; returns whether there was anything to do."""
@@ -86,6 +88,14 @@ class AnswerStore:
             if not isinstance(error, EngineClosedError):
                 _log.warning("an answer was not stored: %s", error)
         return True
+
+    def pause(self) -> None:
+        """Give way to a request; what is under way goes on from its filled chunks."""
+        if self._current is not None:
+            request = self._current.request
+            self.close()
+            if len(self._waiting) < _MOST_WAITING:
+                self._waiting.appendleft(request)
 
     def close(self) -> None:
         """End what is under way; chunks that are filled are kept."""
@@ -109,6 +119,7 @@ class AnswerStore:
                 generation.close()
                 raise
         if self._current.advance(budget):
+            self._current.finish()  # so that its row lies down with all that it holds
             self.close()
 
     def _checkpoint(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -119,8 +119,8 @@ def _until(priority: object, deadline: object, now: float) -> float | None:
     if deadline is None:
         return None
     number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
-    if not number or not 0 < deadline < math.inf:  # type: ignore[operator]
+    if not number or not 0 < deadline <= sys.float_info.max:  # type: ignore[operator]
         raise RequestError(
             f"deadline must be a positive number of seconds, or None; not {deadline!r}"
         )
-    return now + deadline  # type: ignore[operator]
+    return now + float(deadline)  # type: ignore[arg-type]

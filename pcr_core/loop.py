@@ -107,6 +107,7 @@ class EngineLoop:
             self._runner, tiers, self._generation, lambda: self.closing()
         )
         self._seen = (-1, -1)
+        self._chosen: tuple[tuple[int, int], Request | None] | None = None
         self.closing: Callable[[], bool] = lambda: False
 
     @property
@@ -181,8 +182,10 @@ class EngineLoop:
         self._admit()
         self._look_ahead()
         if self._prefilling is not None:
-            budget = self._batching.prefill_tokens if running else None
-            self._guard(self._prefilling.request, partial(self._advance, budget))
+            advance: Callable[[], None] = self._advance
+            if running:
+                advance = self._advance_beside
+            self._guard(self._prefilling.request, advance)
         self._make_room(running)
         self._decode([one for one in running if one in self._running])
         return before - len(self._scheduler)
@@ -197,15 +200,23 @@ class EngineLoop:
         return self.tiers.prepare()
 
     def abandon(self, error: BaseException) -> None:
-        """Fail every request that has not ended."""
-        requests = [generation.request for generation in self._running]
+        """Fail every request that has not ended, and free what they hold.
+
+        In this order: what an error has left behind may not be freed any more.
+        """
+        begun = [generation.request for generation in self._running]
         if self._prefilling is not None:
-            requests.append(self._prefilling.request)
-        self._answers.close()
-        for request in requests:
-            self._let_go(request)
-        for request in [*requests, *self._scheduler.drain()]:
+            begun.append(self._prefilling.request)
+        for request in [*begun, *self._scheduler.drain()]:
             request.completion.fail(error)
+        self._suspended.clear()
+        frees: list[Callable[[], None]] = [self._answers.close]
+        frees += [partial(self._let_go, request) for request in begun]
+        for free in frees:
+            try:
+                free()
+            except Exception:
+                _log.exception("what a request held could not be freed")
 
     # --- the queue ---
 
@@ -219,11 +230,14 @@ class EngineLoop:
 
     def _standing(self, request: Request) -> Standing:
         keys = request.keys[: request.usable]
+        ready = not self.tiers.is_reading(keys)
+        if self._batching.order == "fcfs":
+            return Standing(ready)
         states = self.tiers.match(keys)
         there = sum(state != "none" for state in states)
         size = len(request.tokens)
         cached = min(there * self.tiers.chunk_tokens, size - 1)
-        return Standing(not self.tiers.is_reading(keys), cached, size - cached)
+        return Standing(ready, cached, size - cached)
 
     def _drop_unwanted(self) -> None:
         now = self._clock()
@@ -237,15 +251,23 @@ class EngineLoop:
         if seen != self._seen:
             self.tiers.look_ahead(self._scheduler.upcoming(self.tiers.window))
             self._seen = seen
+            self._chosen = None  # reads may have begun
+
+    def _next(self) -> Request | None:
+        """Who is next. Not asked anew at every step while there is no memory for it."""
+        seen = (self._scheduler.version, self.tiers.version)
+        if self._chosen is None or self._chosen[0] != seen:
+            self._chosen = seen, self._scheduler.peek()
+        return self._chosen[1]
 
     def _admit(self) -> None:
         """Begin with the next request, if there is a row for it and no other begins."""
         if self._prefilling is not None or len(self._running) >= self._batching.rows:
             return
-        request = self._scheduler.peek()
+        request = self._next()
         if request is None or (self._running and not self._fits(request)):
             return
-        self._answers.close()
+        self._answers.pause()
         self._scheduler.take(request)
         self._guard(request, partial(self._begin, request))
 
@@ -273,7 +295,16 @@ class EngineLoop:
             generation.close()
             raise
 
-    def _advance(self, budget: int | None) -> None:
+    def _advance_beside(self) -> None:
+        """Compute a part of it, unless that would keep running rows waiting for SSD."""
+        prefilling = self._prefilling
+        assert prefilling is not None
+        if prefilling.is_late():
+            self._checkpoint(prefilling.request)
+        else:
+            self._advance(self._batching.prefill_tokens)
+
+    def _advance(self, budget: int | None = None) -> None:
         prefilling = self._prefilling
         assert prefilling is not None
         if not prefilling.advance(budget):
@@ -294,6 +325,8 @@ class EngineLoop:
             if request.group is not group or request in self._suspended:
                 continue
             if len(self._running) >= self._batching.rows or not self._fits(request):
+                return
+            if not self._scheduler.may_take(request):
                 return
             self._scheduler.take(request)
             self._guard(request, partial(self._begin_beside, request, first))

@@ -49,6 +49,10 @@ class Prefilling:
         self._lease.counted = False
         return self
 
+    def is_late(self) -> bool:
+        """Whether ``advance`` would wait for reads; others can go on meanwhile."""
+        return self._lease.is_late(self.generation.front)
+
     def advance(self, budget: int | None) -> bool:
         """Compute up to ``budget`` tokens; returns whether the prompt is done.
 

@@ -17,6 +17,7 @@ from pcr_core.result import Result
 from pcr_core.sampling_params import SamplingParams
 
 _log = logging.getLogger("pcr_core.engine")
+_LISTENER_FAILED = "a listener of a completion failed"
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -112,7 +113,10 @@ class Completion:
             self._listeners.append(listener)
             over = self.done
         if over:
-            _call(listener)
+            try:
+                listener()
+            except Exception:
+                _log.exception(_LISTENER_FAILED)
 
     def wait_for_piece(self, index: int) -> str | None:
         """Wait for one piece of the text; ``None`` if the text ends before it.
@@ -199,11 +203,14 @@ class CompletionStream(Iterator[str]):
 
 
 def _call(listener: Callable[[], None]) -> None:
-    """Other requests must not suffer from a listener, such as one of a closed loop."""
+    """Other requests must not suffer from a listener, such as one of a closed loop.
+
+    Whatever it raises: the engine thread would end of a ``SystemExit``.
+    """
     try:
         listener()
-    except Exception:
-        _log.exception("a listener of a completion failed")
+    except BaseException:
+        _log.exception(_LISTENER_FAILED)
 
 
 @dataclass(slots=True, eq=False)

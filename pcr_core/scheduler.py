@@ -13,6 +13,7 @@ import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 from pcr_core.index.chunk import ChunkKey
@@ -131,6 +132,11 @@ class Scheduler:
         for earlier in self._waiting[:at]:
             earlier.overtaken += 1
         self._taken[request] = self._waiting.pop(at)
+
+    def may_take(self, request: Request) -> bool:
+        """Whether no request before this one must not be overtaken again. Pure."""
+        before = takewhile(lambda entry: entry.request is not request, self._waiting)
+        return all(entry.overtaken < self._bound for entry in before)
 
     def put_back(self, request: Request) -> None:
         """Have a request that was taken wait again, in its old place."""

@@ -123,6 +123,12 @@ class Door:
             calls, self._calls = self._calls, []
             return requests, calls, self._closed is not None
 
+    def put_back(self, requests: Sequence[Request], calls: Sequence[Call]) -> None:
+        """Lay down what was taken and could not be attended to."""
+        with self._changed:
+            self._requests[:0] = requests
+            self._calls[:0] = calls
+
     def left(self, count: int) -> None:
         """So many requests have left the queue."""
         if count:
@@ -343,10 +349,10 @@ def _run(door: Door, loop: EngineLoop) -> None:
         door.close(reason)
         requests, calls, _ = door.take(block=False)
         for request in requests:
-            loop.add(request)
-        loop.abandon(reason)
+            request.completion.fail(reason)
         for _, future in calls:
             future.set_exception(reason)
+        loop.abandon(reason)
 
 
 def _take_in(door: Door, loop: EngineLoop) -> bool:
@@ -357,15 +363,24 @@ def _take_in(door: Door, loop: EngineLoop) -> bool:
     """
     block = not loop.busy and not loop.idle()
     requests, calls, closed = door.take(block=block, timeout=_LOOK_AROUND)
-    for request in requests:
-        loop.add(request)
-    for function, future in calls:
-        _answer(function, future)
+    try:
+        while requests:
+            loop.add(requests[0])
+            del requests[0]
+        while calls:
+            _answer(*calls.pop(0))
+    except BaseException:
+        door.put_back(requests, calls)  # else nobody would know of them any more
+        raise
     return not closed
 
 
 def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
     try:
-        future.set_result(function())
-    except Exception as error:
+        result = function()
+    except BaseException as error:
         future.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
+    else:
+        future.set_result(result)

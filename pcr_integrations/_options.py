@@ -73,7 +73,7 @@ def read_options(
         )
     parallel = beside["parallel_tool_calls"]
     return CallOptions(
-        params=SamplingParams(**merged),
+        params=_one_answer(SamplingParams(**merged)),
         tools=tool_use(
             beside["tools"],
             choice=beside["tool_choice"],
@@ -83,6 +83,20 @@ def read_options(
         timeout=_seconds(beside["timeout"]),
         response_format=_checked_format(beside["response_format"]),
     )
+
+
+def _one_answer(params: SamplingParams) -> SamplingParams:
+    """Return the parameters, if they ask for one answer.
+
+    Raises:
+        RequestError: If they ask for several: the frameworks' calls return one.
+    """
+    if params.n > 1:
+        raise RequestError(
+            f"a call returns one answer, but n={params.n}; several come from "
+            "engine.generate(prompt, SamplingParams(n=...)).answers"
+        )
+    return params
 
 
 def _rename(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,6 +129,12 @@ class Generation:
         self._heads = io.heads
         self._prefill = self._runner.begin_prefill(self.row, self.request.tokens, io)
 
+    @property
+    def front(self) -> int:
+        """Index of the chunk that the prefill is at."""
+        assert self._prefill is not None
+        return self._prefill.front
+
     def advance_prefill(self, budget: int | None) -> bool:
         """Compute up to ``budget`` tokens; returns whether the prompt is done."""
         assert self._prefill is not None

@@ -120,6 +120,13 @@ class Prefill:
         self._filled: set[int] = set()
         self._waited = 0.0
 
+    @property
+    def front(self) -> int:
+        """Index of the chunk that the next forward begins in, or loads up to."""
+        if not self._forwards and self._resident // self._chunk in self._io.pending:
+            return self._resident // self._chunk
+        return front_chunk(self._position, self._chunk, self._io.sources)
+
     def advance(self, budget: int | None) -> bool:
         """Run forwards until ``budget`` tokens are computed, one forward at least.
 

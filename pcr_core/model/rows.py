@@ -273,13 +273,13 @@ class RowPool:
     def _ample(self, buffer: RowBuffer, room: int) -> int:
         """Room for what follows, too: a conversation would grow at every turn.
 
-        Not more than may be kept.
+        Not more than may be kept, nor more than is left beside the rows in use.
         """
         ample = buffer.capacity + buffer.capacity // 2
         if room <= buffer.capacity or ample <= room:
             return room
-        kept = buffer.nbytes // buffer.capacity * ample <= self._most_bytes
-        return ample if kept else room
+        left = self._most_taken - self.taken_bytes
+        return ample if buffer.bytes_for(ample) <= min(self._most_bytes, left) else room
 
 
 def _packed(tokens: Sequence[int]) -> Tokens:

@@ -80,6 +80,11 @@ class Convoy:
         """The read of a chunk."""
         return self._readings[index]
 
+    def is_awaited(self) -> bool:
+        """Whether it pays to wait on; looks how far it has come."""
+        self._judge()
+        return not self.given_up
+
     def wait(self, index: int, layer: int) -> None:
         """Block until a layer of a chunk is verified; see ``Arrival.wait``."""
         reading, seconds = self._readings[index], min(GLANCE, self._waiter.patience)

@@ -32,6 +32,9 @@ class Lender(Protocol):
     def settle(self, lease: Lease, index: int) -> None:
         """Decide what becomes of a chunk whose read is under way."""
 
+    def is_late(self, lease: Lease, index: int) -> bool:
+        """Whether what a chunk waits for is still to be waited for."""
+
     def complete(self, lease: Lease, index: int) -> None:
         """Wait until an arriving chunk is there, or lost."""
 
@@ -70,6 +73,7 @@ class Lease:
             ``None`` stands for all that was lent.
         counted: Whether it counts as a request in the statistics.
         patience: Seconds for which it would still wait for its reads.
+        late_since: Since when ``is_late`` has been true, on the lender's clock.
         checkpoint: Called now and then during ``settle``; may raise to end it.
     """
 
@@ -100,6 +104,7 @@ class Lease:
         self.reused: Mapping[str, int] | None = None
         self.counted = True
         self.patience = math.inf
+        self.late_since: float | None = None
         self.checkpoint: Callable[[], None] = lambda: None
 
     @property
@@ -147,6 +152,14 @@ class Lease:
         """
         if index in self.readings:
             self._lender.settle(self, index)
+
+    def is_late(self, index: int) -> bool:
+        """Whether computing from chunk ``index`` on would wait for reads. Never blocks.
+
+        Asked again and again instead of waiting, it is as if the lease waited: once its
+        patience is at an end, or computing has become cheaper, the answer is no.
+        """
+        return self._lender.is_late(self, index)
 
     def wait(self) -> None:
         """Settle everything that is pending, and have all sources complete."""

@@ -98,6 +98,23 @@ class Loading:
                 self._await(lease, index)
             self._poll()
 
+    def is_late(self, lease: Lease, index: int) -> bool:
+        """Whether to wait for a chunk, without doing so; see ``Lease.is_late``."""
+        self._poll()
+        while index in lease.readings and self._take_back_front(lease, index):
+            self._poll()
+        arriving = next(iter(lease.arriving.values()), None)
+        if index not in lease.readings and arriving is None:
+            lease.late_since = None
+            return False
+        now = self._clock()
+        if lease.late_since is None:
+            lease.late_since = now
+        if now - lease.late_since >= min(HANGS, lease.patience):
+            lease.patience = 0.0  # whoever waits for it now gives it up at once
+            return False
+        return arriving is None or arriving.convoy.is_awaited()
+
     def complete(self, lease: Lease, index: int) -> None:
         """Wait until an arriving chunk is there, or lost; see ``Lease.wait``."""
         arrival = lease.arriving[index]

@@ -110,7 +110,9 @@ class TierManager:
         return self._catalogue.states(keys)
 
     def is_reading(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether any of these chunks is on its way from SSD to DRAM. Pure."""
+        """Whether any of these chunks is being read, or computed. Pure."""
+        if not self._reads.nbytes and not self._leases:
+            return False
         nodes = self._tree.match(keys)
         return any(node is not None and node.host is Host.FILLING for node in nodes)
 

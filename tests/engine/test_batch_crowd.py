@@ -153,7 +153,8 @@ def test_a_dead_engine_thread_fails_everybody_with_the_cause(
     completions = [
         engine.submit(prompt, SamplingParams(max_tokens=200)) for prompt, _ in work(6)
     ]
-    next(completions[0].stream())
+    stream = completions[0].stream()  # kept: one that is let go of cancels
+    next(stream)
     monkeypatch.setattr(engine._loop.tiers, "poll", broken)
     for completion in completions:
         with pytest.raises(EngineClosedError, match="the tree") as caught:

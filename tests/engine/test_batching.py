@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -205,11 +206,37 @@ def test_a_request_that_is_late_fails_waiting_or_running(opened: Opened) -> None
 
 @pytest.mark.parametrize(
     "options",
-    [{"priority": 1.5}, {"priority": True}, {"deadline": 0}, {"deadline": "soon"}],
+    [
+        {"priority": 1.5},
+        {"priority": True},
+        *[
+            {"deadline": bad}
+            for bad in (0, -1, True, "soon", math.nan, math.inf, 10**400)
+        ],
+    ],
 )
 def test_bad_places_in_the_queue_are_refused(engine: Any, options: Any) -> None:
     with pytest.raises(RequestError, match=next(iter(options))):
         engine.submit("hello", **options)
+
+
+def test_a_group_overtakes_nobody_beyond_the_bound(opened: Opened) -> None:
+    with opened(slots=60, batching=Batching(rows=6, max_overtakes=2)) as bench:
+        filler = bench.request([5] * 20, max_tokens=3, priority=9)
+        bench.loop.step()
+        waits = bench.request([6] * 20, max_tokens=1)
+        parts = one_each(bench.made([7] * 20, n=5, max_tokens=6), copy)
+        for part in parts:
+            part.priority = 5
+            bench.loop.add(part)
+        while bench.loop.busy:
+            bench.loop.step()
+            queue = bench.loop._scheduler.waiting()
+            if waits in queue:
+                assert sum(part in queue for part in parts) >= 3, "overtaken twice"
+        for one in (filler, waits, *parts):
+            assert one.completion.result(0).token_ids
+        assert bench.nothing_held()
 
 
 # --- memory ---
@@ -259,6 +286,41 @@ def test_one_that_fits_nowhere_fails_and_the_next_runs(opened: Opened) -> None:
             too_long.completion.result(0)
         assert len(outgrows.completion.result(0).token_ids) == 2
         assert len(fine.completion.result(0).token_ids) == 4
+        assert bench.nothing_held()
+
+
+@pytest.mark.parametrize("order", ["fcfs", "cache_aware"])
+def test_a_queue_that_cannot_move_is_not_sorted_at_every_step(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, order: Any
+) -> None:
+    with opened(slots=60, batching=Batching(rows=4, order=order)) as bench:
+        bench.request([1] * 20, max_tokens=30)
+        bench.loop.step()
+        rows = bench.runner._rows
+        monkeypatch.setattr(rows, "_most_taken", rows.taken_bytes)
+        queue = [bench.request([n] * 50, max_tokens=2) for n in range(2, 9)]
+        asked: list[Any] = []
+        is_reading = bench.tiers.is_reading
+
+        def counted(keys: Any) -> bool:
+            asked.append(keys)
+            return bool(is_reading(keys))
+
+        monkeypatch.setattr(bench.tiers, "is_reading", counted)
+        for _ in range(2):
+            bench.loop.step()
+        assert asked
+        asked.clear()
+        for _ in range(5):
+            bench.loop.step()
+        assert not asked
+        queue[0].completion.cancel()
+        bench.loop.step()
+        assert asked, "the queue has changed"
+        run(bench)
+        for request in queue[1:]:
+            assert len(request.completion.result(0).token_ids) == 2
+        assert bench.loop._chosen is None, "nothing keeps an old request"
         assert bench.nothing_held()
 
 
@@ -450,6 +512,55 @@ def test_a_new_request_comes_before_answers_being_stored(opened: Opened) -> None
         assert bench.loop.idle()
         assert bench.tiers._leases, "under way"
         bench.finish(bench.request([6] * 40))
+        assert bench.nothing_held()
+
+
+def test_an_answer_that_was_interrupted_is_stored_later(opened: Opened) -> None:
+    storing = Batching(store_answers=True, prefill_tokens=16)
+    with opened(slots=40, batching=storing) as bench:
+        first = bench.finish(bench.request([5] * 40, max_tokens=100))
+        for number in range(3):
+            assert bench.loop.idle()
+            bench.finish(bench.request([6 + number] * 10))
+        while bench.loop.idle():
+            pass
+        assert set(bench.states([5] * 40 + first.token_ids)) == {"dram"}
+        assert bench.nothing_held()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_storing_an_answer_leaves_its_row_at_rest(opened: Opened, exact: bool) -> None:
+    resident = {}
+    for store in (False, True):
+        storing = Batching(store_answers=store)
+        settings = {"exact": exact, "resident_rows": 2, "batching": storing}
+        with opened(slots=40, **settings) as bench:
+            first = bench.finish(bench.request([5] * 100, max_tokens=50))
+            while bench.loop.idle():
+                pass
+            turn = [*[5] * 100, *first.token_ids, *range(20)]
+            resident[store] = bench.runner.resident(turn)
+            assert bench.nothing_held()
+    assert resident[True] >= resident[False] >= 64
+
+
+def test_nothing_of_an_answer_with_nan_is_stored(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(slots=40, batching=Batching(store_answers=True)) as bench:
+        first = bench.finish(bench.request([5] * 40, max_tokens=30))
+        forward = bench.runner._logits
+
+        def poisoned(*args: Any) -> torch.Tensor:
+            return torch.full_like(forward(*args), math.nan)
+
+        monkeypatch.setattr(bench.runner, "_logits", poisoned)
+        while bench.loop.idle():
+            pass
+        monkeypatch.undo()
+        turn = [*[5] * 40, *first.token_ids, *range(20)]
+        assert bench.states(turn)[2:] == ["none"] * (len(turn) // CHUNK - 2)
+        assert len(bench.finish(bench.request(turn)).token_ids) == 4
         assert bench.nothing_held()
 
 

@@ -149,7 +149,7 @@ def test_evicted_from_ssd_and_by_whom(make_engine: Any) -> None:
 
 
 def test_evicted_by_reading_ahead(make_engine: Any) -> None:
-    stored = fresh(5 * 32)
+    stored = fresh(4 * 32)  # what is read ahead at a time, of ten slots
     with make_engine() as first:
         ask(first, stored)
         slot = slots_for(first, 1)
@@ -158,7 +158,7 @@ def test_evicted_by_reading_ahead(make_engine: Any) -> None:
     ask(engine, fresh(6 * 32))
     assert engine.flush(60)
     engine.prefetch(stored)
-    until(lambda: engine.stats().cache.prefetch_issued == 5, "prefetching")
+    until(lambda: engine.stats().cache.prefetch_issued == 4, "prefetching")
     departures = engine._loop.tiers.departures
     causes = [gone.by for gone in departures._gone.values() if gone.tier == "dram"]
     assert causes[-1] == "reading ahead"

@@ -14,6 +14,7 @@ from pcr_core import (
     Engine,
     EngineClosedError,
     RequestError,
+    SamplingParams,
 )
 from tests.engine.kit import (
     GREEDY,
@@ -31,6 +32,7 @@ from tests.engine.kit import (
     until,
 )
 
+LONG = SamplingParams(max_tokens=1900, min_tokens=1900)
 CHUNKS = 5
 """Full chunks per prompt; four prompts fit into half of DRAM, which bounds reads."""
 
@@ -400,3 +402,52 @@ def test_close_while_reading_ahead(
     assert not closer.is_alive()
     with make_engine() as again:
         assert [answer(ask(again, prompts[0]))] == expected[:1]
+
+
+# --- rows that run while another request waits for the disk ---
+
+
+@pytest.mark.parametrize("resident_rows", [0, 2])
+def test_rows_go_on_while_a_prompt_waits_for_its_reads(
+    make_engine: Any,
+    prompts: Any,
+    expected: Any,
+    reads: Reads,
+    resident_rows: int,
+) -> None:
+    engine = make_engine(prefetch="wait_complete", resident_rows=resident_rows)
+    reads.close()
+    running = engine.submit(fresh(20), LONG)
+    stream = running.stream()
+    next(stream)
+    waiting = [engine.submit(prompt, GREEDY) for prompt in prompts]
+    until(lambda: engine.stats().running == 2, "beginning with the next")
+    until(lambda: reads.begun > 0, "a read")
+    before = len(running._pieces)
+    until(lambda: len(running._pieces) > before + 10, "going on")
+    assert not any(completion.done for completion in waiting)
+    waiting[0].cancel()
+    with pytest.raises(CancelledError):
+        waiting[0].result(60)
+    assert not running.done
+    reads.open()
+    found = [answer(completion.result(60)) for completion in waiting[1:]]
+    assert found == expected[1:]
+    running.cancel()
+    assert engine.check().ok
+
+
+def test_a_prompt_beside_rows_waits_no_longer_than_it_would_alone(
+    make_engine: Any, prompts: Any, expected: Any, reads: Reads
+) -> None:
+    engine = make_engine(prefetch="timeout", prefetch_timeout=0.05)
+    reads.close()
+    running = engine.submit(fresh(20), LONG)
+    stream = running.stream()
+    next(stream)
+    late = engine.submit(prompts[0], GREEDY)
+    assert answer(late.result(60)) == expected[0]
+    assert not running.done
+    assert cache(engine).read_timeouts >= 1
+    running.cancel()
+    reads.open()

@@ -290,12 +290,12 @@ def test_a_device_without_copy_streams(
 ) -> None:
     elsewhere = dataclasses.replace(loaded, device=torch.device("mps"))
     config = EngineConfig(cache_dir=tmp_path, overlap=asked)
-    assert setup._overlap(elsewhere, config, CUTS) == OverlapChoice("none")
+    assert setup._overlap(elsewhere, config, CUTS, CHUNK) == OverlapChoice("none")
 
 
 def test_a_mode_that_is_asked_for_is_not_measured(
     loaded: LoadedModel, tmp_path: Path
 ) -> None:
     config = EngineConfig(cache_dir=tmp_path, overlap="down")
-    assert setup._overlap(loaded, config, CUTS) == OverlapChoice("down")
+    assert setup._overlap(loaded, config, CUTS, CHUNK) == OverlapChoice("down")
     assert not list(tmp_path.iterdir())

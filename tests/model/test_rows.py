@@ -5,6 +5,7 @@ In these rows the KV of a position is a number that stands for all tokens up to 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -438,3 +439,33 @@ def test_machine() -> None:
     run_state_machine_as_test(
         RowMachine, settings=settings(max_examples=60, stateful_step_count=30)
     )
+
+
+@pytest.mark.parametrize("most", range(4))
+def test_rows_in_use_stay_within_their_limit(most: int) -> None:
+    """Conversations that grow, side by side, and take rows at rest over."""
+    dice = random.Random(most)
+    for blocks in (1, 2, 3, 5, 7, 10) * 10:
+        limit = blocks * BLOCK_BYTES
+        rows = RowPool(make_buffer, most, most_taken_bytes=limit)
+        taken: list[tuple[RowBuffer, list[int]]] = []
+        for _ in range(12):
+            kind = dice.choice(["take", "take", "grow", "give back"])
+            if kind == "take":
+                tokens = [dice.choice([0, 0, 0, 1])] * dice.randint(1, 600 * blocks)
+                if rows.fits(len(tokens)):
+                    taken.append((rows.take(tokens, len(tokens))[0], tokens))
+                else:
+                    with pytest.raises(DeviceMemoryError, match="row_bytes"):
+                        rows.take(tokens, len(tokens))
+            elif taken:
+                buffer, tokens = taken.pop(dice.randrange(len(taken)))
+                if kind == "grow":
+                    room = buffer.capacity + dice.randint(1, 2 * KEY_BLOCK)
+                    with contextlib.suppress(DeviceMemoryError):
+                        rows.grow(buffer, room, len(tokens))
+                    taken.append((buffer, tokens))
+                else:
+                    rows.give_back(buffer, tokens, len(tokens))
+            assert rows.taken_bytes <= limit
+            assert rows.taken_bytes == sum(one.nbytes for one, _ in taken)
