@@ -78,11 +78,15 @@ for source in sys.stdin.read().split("\\0"):
 def test_blocks_run(
     page: Path, tmp_path: Path, smollm2_dir: Path, smollm2_probes: Path
 ) -> None:
-    """``model=None`` finds the packaged model, converted already."""
+    """``model=None`` finds the packaged model, converted and measured already.
+
+    In the default folder, and in the one that pages call ``cache``.
+    """
     home = tmp_path / "home"
-    (home / ".cache" / "pcr").mkdir(parents=True)
-    (home / ".cache" / "pcr" / "models").symlink_to(smollm2_dir.parent)
-    (home / ".cache" / "pcr" / "probes").symlink_to(smollm2_probes)
+    for folder in (home / ".cache" / "pcr", tmp_path / "cache"):
+        folder.mkdir(parents=True)
+        (folder / "models").symlink_to(smollm2_dir.parent)
+        (folder / "probes").symlink_to(smollm2_probes)
     blocks = blocks_of(page.read_text(encoding="utf-8"))
     sources = ["\n" * (b.line - 1) + b.code for b in blocks if not b.tag]
     done = subprocess.run(

@@ -50,8 +50,14 @@ SLOW_BF16 = () if has_products(torch.bfloat16) else (pytest.mark.slow,)
     ],
 )
 def test_cold_dram_and_ssd_say_the_same(
-    smollm2_dir: Path, tmp_path: Path, dtype: str, threads: int
+    smollm2_dir: Path,
+    smollm2_probes: Path,
+    tmp_path: Path,
+    dtype: str,
+    threads: int,
 ) -> None:
+    if threads == 1:
+        (tmp_path / "probes").symlink_to(smollm2_probes)
     config = EngineConfig(
         model=str(smollm2_dir),
         dtype=dtype,

