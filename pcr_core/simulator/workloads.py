@@ -3,8 +3,9 @@
 Each prompt is ``[document 1][document 2][query]``. A document's length is fixed, its
 popularity follows Zipf's law, and each has two fixed partners of which the first is
 taken twice as often; so prefixes repeat as whole pairs, as first documents, or not at
-all. With more documents per prompt each is followed by a partner of its own. Workloads 1 and 2 of PCR (arXiv 2603.23049) have 40 % and 35 % of reuse; the other
-figures are ours.
+all. With more documents per prompt each is followed by a partner of its own. Workloads
+1 and 2 of PCR (arXiv 2603.23049) have 40 % and 35 % of reuse; the other figures are
+ours.
 """
 
 from __future__ import annotations
@@ -146,9 +147,7 @@ def draw(recipe: Recipe | str, seed: int = 0) -> list[Visit]:
     arrivals = _arrivals(recipe, rng)
     return [
         Visit(arrival, tuple(documents), tuple(lengths[documents].tolist()))
-        for documents, arrival in zip(
-            prompts.tolist(), arrivals.tolist(), strict=True
-        )
+        for documents, arrival in zip(prompts.tolist(), arrivals.tolist(), strict=True)
     ]
 
 
