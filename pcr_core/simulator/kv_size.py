@@ -83,9 +83,7 @@ def read_kv_size(model: str, dtype: str = "auto") -> KvSize:
         raise ConfigError(f"cannot read {path}: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not the config.json of a model")
-    # Models that also see or hear keep the numbers of their text part one level down.
-    text = config.get("text_config")
-    return _of_config(path, text if isinstance(text, dict) else config, dtype)
+    return kv_size_of(config, dtype, name=str(path))
 
 
 def _config_file(model: str) -> Path:
@@ -110,10 +108,25 @@ def _config_file(model: str) -> Path:
     )
 
 
-def _of_config(path: Path, config: Mapping[str, Any], dtype: str) -> KvSize:
+def kv_size_of(
+    config: Mapping[str, Any], dtype: str = "auto", *, name: str = "the config"
+) -> KvSize:
+    """From the values of a ``config.json``.
+
+    Args:
+        config: As transformers writes it.
+        dtype: As for ``read_kv_size``.
+        name: For messages.
+
+    Raises:
+        ConfigError: If it does not say what is needed.
+    """
+    # Models that also see or hear keep the numbers of their text part one level down.
+    text = config.get("text_config")
+    config = text if isinstance(text, Mapping) else config
     if config.get("kv_lora_rank"):
         raise ConfigError(
-            f"{path} is of a model with latent attention, whose KV has another size; "
+            f"{name} is of a model with latent attention, whose KV has another size; "
             "give layers, kv_heads and head_dim that come to it"
         )
     try:
@@ -127,6 +140,6 @@ def _of_config(path: Path, config: Mapping[str, Any], dtype: str) -> KvSize:
         )
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(
-            f"{path} does not say how large the KV is ({error}); give layers, kv_heads "
+            f"{name} does not say how large the KV is ({error}); give layers, kv_heads "
             "and head_dim"
         ) from None
