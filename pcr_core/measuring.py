@@ -78,7 +78,7 @@ def measure(
     ) as folder:
         own = _changed(config, **_tiers(config, kv, Path(folder)))
         with Engine(own, model=model, tokenizer=tokenizer) as engine:
-            rates = _Session(engine, Path(folder), model.config.vocab_size).rates()
+            rates = _Session(engine, Path(folder), len(tokenizer)).rates()
             return Measured(rates, kv, engine.stats().chunk_tokens)
 
 
@@ -95,7 +95,7 @@ def _tiers(config: EngineConfig, kv: KvSize, folder: Path) -> dict[str, Any]:
     longest = kv.file_bytes(_LONGEST)
     return {
         "cache_dir": folder,
-        "dram_bytes": max(2 * longest, 16 * 2**20),
+        "dram_bytes": 2 * longest,
         "ssd_bytes": 64 * longest + 2**26 if config.ssd_bytes else 0,
         "namespace_bytes": None,
         "resident_rows": 0,
@@ -165,7 +165,8 @@ class _Session:
 
     def _read(self) -> float:
         """Bytes per second from SSD, past the page cache where the system allows it."""
-        prompts = [self._fresh(self._longest) for _ in range(5)]
+        count = -(-3 * _LONGEST // self._longest) + 2  # more than DRAM holds
+        prompts = [self._fresh(self._longest) for _ in range(count)]
         for prompt in prompts:
             self._run(prompt)
         self._engine.flush()
@@ -205,8 +206,8 @@ def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
         worst = min(found, key=found.__getitem__)
         if found[worst] > 0 or len(terms) == 1:
             break
-        # The middle term explains every prompt; the others are corrections.
-        del terms[worst if worst != "each" else "per_depth"]
+        # The first term explains every prompt; the others are corrections.
+        del terms[worst if worst != "each" else list(terms)[-1]]
     return found["each"], found.get("per_depth", 0.0), found.get("overhead", 0.0)
 
 
