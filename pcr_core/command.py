@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pcr_core.capacity_command import capacity
 from pcr_core.config import EngineConfig
 from pcr_core.errors import ConfigError, PcrError
 from pcr_core.simulator.comparison import Comparison, compare, parse_budget
@@ -63,6 +64,9 @@ def _root(
     ] = False,
 ) -> None:
     """Tools around the KV cache of prompt prefixes."""
+
+
+app.command()(capacity)
 
 
 _Recorded = Annotated[

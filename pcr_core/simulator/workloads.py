@@ -3,14 +3,17 @@
 Each prompt is ``[document 1][document 2][query]``. A document's length is fixed, its
 popularity follows Zipf's law, and each has two fixed partners of which the first is
 taken twice as often; so prefixes repeat as whole pairs, as first documents, or not at
-all. Workloads 1 and 2 of PCR (arXiv 2603.23049) have 40 % and 35 % of reuse; the other
-figures are ours.
+all. With more documents per prompt each is followed by a partner of its own. Workloads
+1 and 2 of PCR (arXiv 2603.23049) have 40 % and 35 % of reuse; the other figures are
+ours.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -39,12 +42,13 @@ class Recipe:
         zipf: Exponent of their popularity.
         query_tokens: Tokens of the query, never repeated and never cached.
         output_tokens: Tokens generated.
-        chunk_tokens: Tokens per chunk. The chunk that contains the end of document 2
-            would be unique to the request, and is not cached.
-        repeat: Share of requests that repeat one of the last 30 pairs.
+        chunk_tokens: Tokens per chunk. The chunk that contains the end of the last
+            document would be unique to the request, and is not cached.
+        repeat: Share of requests that repeat the documents of one of the last 30.
         phases: Equal parts of the stream; each draws popularity and partners anew.
         burst: Mean length of the times when requests come, in seconds.
         silence: Mean length of the times between them when none does, in seconds.
+        per_prompt: Documents in a prompt.
     """
 
     requests: int
@@ -59,6 +63,7 @@ class Recipe:
     phases: int = 1
     burst: float = 60.0
     silence: float = 0.0
+    per_prompt: int = 2
 
 
 RECIPES = {
@@ -90,19 +95,18 @@ def generate(recipe: Recipe | str, seed: int = 0) -> Trace:
 
     Raises:
         ConfigError: If there is no recipe of that name, or it has fewer than 3
-            documents or no request.
+            documents, fewer than a prompt needs, or no request.
     """
     name = recipe if isinstance(recipe, str) else "recipe"
     recipe = _named(recipe) if isinstance(recipe, str) else recipe
     names: dict[tuple[int, ...], ChunkKey] = {}
     requests = []
     for visit in draw(recipe, seed):
-        ends = visit.lengths[0], sum(visit.lengths)
         chunks = tuple(
             names.setdefault(place, _key(len(names)))
-            for place in _places(*visit.documents, ends, recipe.chunk_tokens)
+            for place in _places(visit, recipe.chunk_tokens)
         )
-        tokens = ends[1] + recipe.query_tokens
+        tokens = sum(visit.lengths) + recipe.query_tokens
         requests.append(
             TraceRequest(visit.arrival, tokens, recipe.output_tokens, chunks)
         )
@@ -115,13 +119,13 @@ class Visit:
 
     Attributes:
         arrival: Seconds, one request a second on average.
-        documents: Numbers of its two documents, in the order of the prompt.
+        documents: Numbers of its documents, in the order of the prompt.
         lengths: Their lengths in tokens.
     """
 
     arrival: float
-    documents: tuple[int, int]
-    lengths: tuple[int, int]
+    documents: tuple[int, ...]
+    lengths: tuple[int, ...]
 
 
 def draw(recipe: Recipe | str, seed: int = 0) -> list[Visit]:
@@ -133,21 +137,28 @@ def draw(recipe: Recipe | str, seed: int = 0) -> list[Visit]:
 
     Raises:
         ConfigError: If there is no recipe of that name, or it has fewer than 3
-            documents or no request.
+            documents, fewer than a prompt needs, or no request.
     """
     recipe = _named(recipe) if isinstance(recipe, str) else recipe
-    if recipe.documents < 3 or recipe.requests < 1:
-        raise ConfigError("a recipe needs at least 3 documents and 1 request")
+    _check(recipe)
     rng = np.random.default_rng(seed)
     lengths = _lengths(recipe, rng)
-    pairs = _repeat_some(recipe, _pairs(recipe, rng), rng)
+    prompts = _repeat_some(recipe, _prompts(recipe, rng), rng)
     arrivals = _arrivals(recipe, rng)
     return [
-        Visit(arrival, (first, second), (int(lengths[first]), int(lengths[second])))
-        for (first, second), arrival in zip(
-            pairs.tolist(), arrivals.tolist(), strict=True
-        )
+        Visit(arrival, tuple(documents), tuple(lengths[documents].tolist()))
+        for documents, arrival in zip(prompts.tolist(), arrivals.tolist(), strict=True)
     ]
+
+
+def _check(recipe: Recipe) -> None:
+    if recipe.documents < 3 or recipe.requests < 1:
+        raise ConfigError("a recipe needs at least 3 documents and 1 request")
+    if not 1 <= recipe.per_prompt <= recipe.documents:
+        raise ConfigError(
+            f"a prompt cannot have {recipe.per_prompt} of {recipe.documents} "
+            "documents; it needs at least 1 and no document twice"
+        )
 
 
 def _named(name: str) -> Recipe:
@@ -170,18 +181,28 @@ def _lengths(recipe: Recipe, rng: np.random.Generator) -> Ints:
     return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
 
-def _pairs(recipe: Recipe, rng: np.random.Generator) -> Ints:
-    """Documents 1 and 2 of each request, ``[requests, 2]``."""
+def _prompts(recipe: Recipe, rng: np.random.Generator) -> Ints:
+    """Documents of each request, ``[requests, per_prompt]``."""
     weights = np.arange(1, recipe.documents + 1, dtype=np.float64) ** -recipe.zipf
     weights /= weights.sum()
     parts = []
     for part in np.array_split(np.arange(recipe.requests), recipe.phases):
         partners = _partners(recipe.documents, rng)
         popularity = rng.permutation(weights)
-        first = rng.choice(recipe.documents, size=len(part), p=popularity)
-        rarer = (rng.random(len(part)) < 1 / 3).astype(np.int64)
-        parts.append(np.stack([first, partners[first, rarer]], axis=1))
+        prompts = rng.choice(recipe.documents, size=(len(part), 1), p=popularity)
+        while prompts.shape[1] < recipe.per_prompt:
+            rarer = (rng.random(len(part)) < 1 / 3).astype(np.int64)
+            following = _unless_there(prompts, partners[prompts[:, -1], rarer], recipe)
+            prompts = np.concatenate([prompts, following[:, None]], axis=1)
+        parts.append(prompts)
     return np.concatenate(parts)
+
+
+def _unless_there(prompts: Ints, following: Ints, recipe: Recipe) -> Ints:
+    """The documents that follow, or the next one that the prompt does not have yet."""
+    while (there := (prompts == following[:, None]).any(axis=1)).any():
+        following = np.where(there, (following + 1) % recipe.documents, following)
+    return following
 
 
 def _partners(documents: int, rng: np.random.Generator) -> Ints:
@@ -193,14 +214,15 @@ def _partners(documents: int, rng: np.random.Generator) -> Ints:
     return (np.arange(documents)[:, None] + steps) % documents
 
 
-def _repeat_some(recipe: Recipe, pairs: Ints, rng: np.random.Generator) -> Ints:
+def _repeat_some(recipe: Recipe, prompts: Ints, rng: np.random.Generator) -> Ints:
     repeats = rng.random(recipe.requests) < recipe.repeat
     back = rng.integers(1, _RECENT + 1, recipe.requests)
-    pairs = pairs.copy()
+    prompts = prompts.copy()
     for index in np.flatnonzero(repeats).tolist():
         if index > 0:
-            pairs[index] = pairs[index - 1 - (back[index] - 1) % min(index, _RECENT)]
-    return pairs
+            ago = 1 + (back[index] - 1) % min(index, _RECENT)
+            prompts[index] = prompts[index - ago]
+    return prompts
 
 
 def _arrivals(recipe: Recipe, rng: np.random.Generator) -> Floats:
@@ -216,12 +238,11 @@ def _arrivals(recipe: Recipe, rng: np.random.Generator) -> Floats:
     return arrivals
 
 
-def _places(
-    first: int, second: int, ends: tuple[int, int], chunk_tokens: int
-) -> list[tuple[int, ...]]:
+def _places(visit: Visit, chunk_tokens: int) -> Iterator[tuple[int, ...]]:
     """What makes a chunk the chunk it is: the documents up to its end, and where."""
-    inside_first = ends[0] // chunk_tokens
-    return [
-        (first, index) if index < inside_first else (first, second, index)
-        for index in range(ends[1] // chunk_tokens)
-    ]
+    ends = list(accumulate(visit.lengths))
+    begun = 0
+    for index in range(ends[-1] // chunk_tokens):
+        while (index + 1) * chunk_tokens > ends[begun]:
+            begun += 1
+        yield (*visit.documents[: begun + 1], index)

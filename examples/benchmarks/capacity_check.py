@@ -1,0 +1,193 @@
+"""What ``pcr capacity`` predicts beside what the engine then does.
+
+    python -m examples.benchmarks.capacity_check --json check.json
+
+Rates are measured first, on the same model and threads. Then the stream (W1-mini by
+default, from an empty cache) is predicted and served at each load. A load of 1 is the
+rate at which an engine that reuses nothing would just keep up, by prediction. Hits in
+rows at rest on the device are switched off, because the prediction has none.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.benchmarks.common import (
+    arguments,
+    print_machine,
+    print_table,
+    quiet_transformers,
+    write_json,
+)
+from examples.benchmarks.load_report import summary
+from examples.benchmarks.load_work import make_arrivals, recipe_for
+from examples.benchmarks.serve_load import NOTHING, serve
+from pcr_core import Engine, EngineConfig
+from pcr_core.config import parse_bytes
+from pcr_core.measuring import Measured, measure
+from pcr_core.model.loading import LoadedModel, load
+from pcr_core.simulator.capacity import Forecast, Plan, predict
+from pcr_core.simulator.workloads import RECIPES, Recipe
+
+CACHES: dict[str, dict[str, Any]] = {
+    "none": NOTHING,
+    "dram": {"ssd_bytes": 0, "resident_rows": 0},
+    "dram + ssd": {"resident_rows": 0},
+}
+HEAD = (
+    "cache",
+    "load",
+    "req/s",
+    "",
+    "DRAM hits",
+    "SSD hits",
+    "TTFT mean, ms",
+    "P50",
+    "P95",
+    "queue mean, ms",
+)
+
+
+def plan_for(options: Any, recipe: Recipe, measured: Measured, rate: float) -> Plan:
+    """The run as the calculator is asked about it."""
+    return Plan(
+        recipe=replace(
+            recipe,
+            chunk_tokens=measured.chunk_tokens,
+            output_tokens=options.output,
+        ),
+        rate=rate,
+        kv=measured.kv,
+        rates=measured.rates,
+        dram_bytes=parse_bytes(options.dram_bytes),
+        ssd_bytes=parse_bytes(options.ssd_bytes),
+        seed=options.seed,
+    )
+
+
+def predicted(forecast: Forecast) -> dict[str, float]:
+    """The figures of a forecast that are compared; seconds and shares."""
+    return {
+        "dram": forecast.dram_hits,
+        "ssd": forecast.ssd_hits,
+        "mean": forecast.ttft.mean,
+        "p50": forecast.ttft.p50,
+        "p95": forecast.ttft.p95,
+        "queue": forecast.queue.mean,
+    }
+
+
+def measured_figures(found: dict[str, Any]) -> dict[str, float]:
+    """The same of a run; what was in a row already counts as DRAM."""
+    tokens, hits = max(1, found["prompt_tokens"]), found["hit_tokens"]
+    return {
+        "dram": (hits["device"] + hits["dram"]) / tokens,
+        "ssd": hits["ssd"] / tokens,
+        "mean": found["ttft"]["mean"],
+        "p50": found["ttft"]["P50"],
+        "p95": found["ttft"]["P95"],
+        "queue": found["queue"]["mean"],
+    }
+
+
+def check(
+    options: Any, folder: Path, loaded: LoadedModel, measured: Measured
+) -> list[dict[str, Any]]:
+    """Every cache at every load: a prediction and a run."""
+    recipe = recipe_for(options.workload, options.requests, options.document_tokens)
+    arrivals = make_arrivals(loaded.tokenizer, recipe, options.seed)
+    objects = {"model": loaded.model, "tokenizer": loaded.tokenizer}
+    alone = predict(plan_for(options, recipe, measured, 1.0))["none"].most
+    runs = []
+    for load_factor in options.loads:
+        rate = load_factor * alone
+        forecasts = predict(plan_for(options, recipe, measured, rate))
+        for cache in options.caches:
+            own = {**CACHES[cache], "namespace": f"{cache} {load_factor}"}
+            config = EngineConfig(**{**settings(options, folder), **own})
+            with Engine(config, **objects) as engine:
+                engine.generate(arrivals[-1].prompt[-40:])
+                served = serve(engine, arrivals, rate, options.output, None)
+            runs.append(
+                {
+                    "cache": cache,
+                    "load": load_factor,
+                    "rate": rate,
+                    "predicted": predicted(forecasts[cache]),
+                    "measured": measured_figures(summary(served)),
+                    "failed": served.failed,
+                }
+            )
+    return runs
+
+
+def settings(options: Any, folder: Path) -> dict[str, Any]:
+    """What all engines have in common."""
+    return {
+        "model": options.model,
+        "cache_dir": folder,
+        "dtype": options.dtypes[0],
+        "threads": options.threads,
+        "dram_bytes": options.dram_bytes,
+        "ssd_bytes": options.ssd_bytes,
+    }
+
+
+def table_rows(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Two lines for each run."""
+    rows = []
+    for run in runs:
+        about = [run["cache"], f"{run['load']:.2f}", f"{run['rate']:.2f}"]
+        for kind in ("predicted", "measured"):
+            found = run[kind]
+            shares = [f"{found[name]:.1%}" for name in ("dram", "ssd")]
+            times = [f"{found[n] * 1e3:.0f}" for n in ("mean", "p50", "p95", "queue")]
+            rows.append([*about, kind, *shares, *times])
+            about = ["", "", ""]
+    return rows
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.set_defaults(dtypes=["float32"])
+    parser.add_argument("--workload", choices=RECIPES, default="W1-mini")
+    parser.add_argument("--requests", type=int, help="how many of the stream")
+    parser.add_argument("--document-tokens", type=float, help="mean length")
+    parser.add_argument("--output", type=int, default=16, help="tokens per answer")
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.4, 0.8])
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=[*CACHES])
+    parser.add_argument("--dram-bytes", default="256MiB")
+    parser.add_argument("--ssd-bytes", default="4GiB")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    about = print_machine()
+    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
+        config = EngineConfig(**settings(options, Path(folder)))
+        loaded = load(config)
+        measured = measure(config, model=loaded.model, tokenizer=loaded.tokenizer)
+        print(f"measured: {measured}")
+        runs = check(options, Path(folder), loaded, measured)
+    print_table(HEAD, table_rows(runs))
+    for run in runs:
+        if run["failed"]:
+            print(f"{run['cache']} at {run['load']}: {len(run['failed'])} failed")
+    write_json(
+        options.json,
+        {
+            "machine": about,
+            "options": vars(options),
+            "measured": asdict(measured),
+            "runs": runs,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
