@@ -21,7 +21,7 @@ from pcr_core.engine import Engine
 from pcr_core.errors import ConfigError
 from pcr_core.model.loading import load
 from pcr_core.model.packaged import packaged_model_dir
-from pcr_core.request import Result
+from pcr_core.result import Result
 from pcr_core.sampling_params import SamplingParams
 from pcr_core.simulator.kv_size import KvSize, kv_size_of
 from pcr_core.simulator.rates import Rates
