@@ -1,4 +1,4 @@
-"""Hints to engines, given on a thread that lives as long as there are any.
+"""Hints to engines, given in the background.
 
 A hint has to be tokenised. A retriever must not wait for that, and a hint that comes
 late is worth little: of those that wait, the newest 16 count, as in the engine.
@@ -7,12 +7,11 @@ late is worth little: of those that wait, the newest 16 count, as in the engine.
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
-from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pcr_core import PcrError
+from pcr_integrations._background import Worker, process_wide
 
 if TYPE_CHECKING:
     from pcr_core import Engine
@@ -22,51 +21,29 @@ _MOST_WAITING = 16
 
 
 class Hints:
-    """Calls ``engine.prefetch`` in the background. Any thread."""
+    """Calls ``engine.prefetch`` in the background. Any thread.
 
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[Engine, Prompt, Tools | None]] = deque(
-            maxlen=_MOST_WAITING
-        )
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+    Args:
+        worker: Where.
+    """
+
+    def __init__(self, worker: Worker | None = None) -> None:
+        self._worker = worker or Worker("pcr-hint", _MOST_WAITING)
 
     def send(self, engine: Engine, prompt: Prompt, tools: Tools | None) -> None:
         """Give a hint soon; returns at once."""
-        with self._changed:
-            self._waiting.append((engine, prompt, tools))
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="pcr-hint", daemon=True
-                )
-                self._thread.start()
+        self._worker.post(partial(_give, engine, prompt, tools))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all are given; returns whether they are."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._thread is None, timeout)
-
-    def restart(self) -> None:
-        """In a forked child: the parent's thread is not here."""
-        self._waiting.clear()
-        self._changed = threading.Condition()
-        self._thread = None
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                engine, prompt, tools = self._waiting.popleft()
-            # A hint is dropped where the request itself would be refused: too long a
-            # prompt, a closed engine.
-            with contextlib.suppress(PcrError):
-                engine.prefetch(prompt, tools=tools)
-            del engine, prompt, tools
+        return self._worker.wait(timeout)
 
 
-HINTS = Hints()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=HINTS.restart)
+def _give(engine: Engine, prompt: Prompt, tools: Tools | None) -> None:
+    # A hint is dropped where the request itself would be refused: too long a prompt,
+    # a closed engine.
+    with contextlib.suppress(PcrError):
+        engine.prefetch(prompt, tools=tools)
+
+
+HINTS = Hints(process_wide("pcr-hint", _MOST_WAITING))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pcr_core import CancelledError, PcrError, SamplingParams
+from pcr_integrations._background import Post, Work
 from pcr_integrations.documents._submit import submit_with
 from pcr_integrations.speculation._ledger import Ledger
 from pcr_integrations.speculation._plan import Plan
-from pcr_integrations.speculation._worker import Post, Work
 
 if TYPE_CHECKING:
     from pcr_core import Completion

@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any
 
 from pcr_core import ConfigError
+from pcr_integrations._background import Post
 from pcr_integrations.speculation._ledger import Ledger
 from pcr_integrations.speculation._plan import Plan, Planner
 from pcr_integrations.speculation._prefill import Order, Prefill
 from pcr_integrations.speculation._stats import SpeculationStats
-from pcr_integrations.speculation._worker import WORKER, Post
+from pcr_integrations.speculation._worker import WORKER
 
 Name = Callable[[Any], Hashable]
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pcr_core import ConfigError, Document, SamplingParams
+from pcr_integrations._background import Worker
 from pcr_integrations.speculation import SpeculationStats, Speculator, explicit
-from pcr_integrations.speculation._worker import Worker
 from tests.integrations.virtual_engine import Clock, VirtualEngine
 
 WORDS = 4
@@ -296,7 +296,7 @@ def test_the_counters_can_be_read() -> None:
 
 
 def test_the_worker_does_everything_in_order_and_goes() -> None:
-    worker, done = Worker(), []
+    worker, done = Worker("test"), []
     gate = threading.Event()
     worker.post(lambda: gate.wait(60))
     for number in range(50):
