@@ -1,7 +1,7 @@
 """The engine: text or tokens in, ``Completion`` out. The public face of the package.
 
 One thread, ``pcr-engine``, owns the model and all cache state, so nothing there needs a
-lock. Other threads reach it only through a ``Door`` (see ``service``).
+lock. Other threads reach it only through a ``Door`` (see ``door``).
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from copy import copy
 from functools import partial
 from typing import Any, TypeVar, overload
 
-import torch
 from tqdm.auto import tqdm
 
 from pcr_core.answers import one_each
 from pcr_core.config import EngineConfig
 from pcr_core.documents import Document, ForgetReceipt, document_digest
+from pcr_core.door import Door, end, leave
 from pcr_core.errors import (
     ConfigError,
     EngineClosedError,
-    QueueFullError,
     RequestError,
 )
 from pcr_core.explain.explanation import Explanation
@@ -35,7 +34,7 @@ from pcr_core.request import Completion, Prompt, Request
 from pcr_core.result import Result
 from pcr_core.sampling_params import SamplingParams
 from pcr_core.scheduler import sharers_together
-from pcr_core.service import Door, start
+from pcr_core.service import start
 from pcr_core.stats import EngineStats
 from pcr_core.tiers import CheckReport
 
@@ -81,18 +80,15 @@ class Engine:
         self._door = Door(self._config.max_queue)
         service = start(self._config, model, tokenizer, self._door)
         self._thread = service.thread
-        self._loaded = service.parts.loaded
-        self._runner = service.parts.runner
-        self._namespace = service.parts.namespace
-        self._overlap = service.parts.overlap
-        self._chunk_tokens = service.parts.chunk_tokens
-        self._loop = service.parts.loop
+        self._parts = parts = service.parts
+        self._loaded, self._runner, self._loop = parts.loaded, parts.runner, parts.loop
+        self._namespace = parts.namespace
         self._intake = Intake(
-            self._loaded, self._namespace, self._chunk_tokens, self._config.namespace
+            parts.loaded, parts.namespace, parts.chunk_tokens, self._config.namespace
         )
-        self._end = partial(_end, self._door, self._thread, self._pid)
+        self._end = partial(end, self._door, self._thread, self._pid)
         atexit.register(self._end)
-        forgotten = weakref.finalize(self, _leave, self._door, self._pid)
+        forgotten = weakref.finalize(self, leave, self._door, self._pid)
         forgotten.atexit = False
 
     # --- requests ---
@@ -183,31 +179,14 @@ class Engine:
         submitted: list[Completion] = []
         try:
             for index in sharers_together([request.keys for request in requests]):
-                self._put_when_possible(requests[index], submitted)
+                parts = one_each(requests[index], copy)
+                self._door.put_when_possible(parts, submitted)
                 submitted.append(requests[index].completion)
             return [request.completion.result() for request in requests]
         except BaseException:
             for completion in submitted:
                 completion.cancel()
             raise
-
-    def _put_when_possible(
-        self, request: Request, submitted: Sequence[Completion]
-    ) -> None:
-        """Enqueue a request, if need be after others of the same call have finished.
-
-        Raises:
-            QueueFullError: If the queue is full of other callers' requests.
-        """
-        while True:
-            try:
-                self._door.put(one_each(request, copy))
-                return
-            except QueueFullError:
-                waiting = next((c for c in submitted if not c.done), None)
-                if waiting is None:
-                    raise
-                waiting.result()
 
     def warm(
         self, prompts: Iterable[Prompt], *, documents: Sequence[Document] = ()
@@ -335,7 +314,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and how the engine runs. Waits for the current step to end."""
-        return self._on_engine_thread(self._collect)
+        return self._on_engine_thread(self._parts.stats)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until every chunk computed so far is on SSD, or was dropped.
@@ -461,43 +440,3 @@ class Engine:
         if threading.current_thread() is self._thread:
             return function()  # a listener asks
         return self._door.call(function).result()
-
-    def _collect(self) -> EngineStats:
-        loop, loaded = self._loop, self._loaded
-        return EngineStats(
-            model=loaded.name,
-            device=str(loaded.device),
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            threads=torch.get_num_threads(),
-            chunk_tokens=self._chunk_tokens,
-            prefill_cuts=self._runner.cuts.name,
-            exact=self._runner.cuts.exact,
-            namespace=self._namespace.name,
-            overlap=self._overlap.mode,
-            overlap_ratios=dict(self._overlap.ratios),
-            copying=self._overlap.copying,
-            decoding=self._runner.decoding,
-            running=loop.running,
-            waiting=loop.waiting,
-            preempted=loop.preempted,
-            finished=loop.finished,
-            cancelled=loop.cancelled,
-            failed=loop.failed,
-            working_bytes=self._runner.buffer_bytes,
-            decisions=loop.tiers.decisions(loaded.context_window),
-            cache=loop.tiers.snapshot(),
-            documents=loop.documents,
-        )
-
-
-def _leave(door: Door, pid: int) -> None:
-    """Let the thread of a forgotten engine end, without waiting for it."""
-    if os.getpid() == pid:
-        door.close(EngineClosedError("the engine is closed; build a new one"))
-
-
-def _end(door: Door, thread: threading.Thread, pid: int) -> None:
-    """Close the engine and wait until everything is stored and freed."""
-    _leave(door, pid)
-    if os.getpid() == pid and threading.current_thread() is not thread:
-        thread.join()

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from pcr_core.answer_store import AnswerStore
+from pcr_core.decoding import Decoded, decoded
 from pcr_core.document_use import DocumentTotals
 from pcr_core.documents import ForgetReceipt
 from pcr_core.errors import (
@@ -359,7 +358,7 @@ class EngineLoop:
                 except DeviceMemoryError as error:
                     if self._put_back_youngest():
                         continue
-                    self._guard(generation.request, partial(_throw, error))
+                    self._fail(generation.request, error)
 
     def _put_back_youngest(self) -> bool:
         """Free the youngest request's row; False if there is but one."""
@@ -381,44 +380,12 @@ class EngineLoop:
         for generation in running:
             self._guard(generation.request, partial(self._check, generation.request))
         wanted = [one for one in running if one in self._running]
-        if not wanted:
-            return
-        began = time.perf_counter()
-        try:
-            logits = self._forward(wanted)
-        except Exception:
-            if len(wanted) == 1:
-                self._guard(wanted[0].request, lambda: self._step(wanted[0]))
-                return
-            # One of them may be to blame, or memory may be short for all at once.
-            for generation in wanted:
-                self._guard(generation.request, partial(self._step, generation))
-            return
-        for generation, part in zip(wanted, torch.split(logits, 1), strict=True):
-            self._guard(
-                generation.request, partial(self._accept, generation, part, began)
-            )
+        for one in decoded(self._runner, wanted):
+            self._guard(one.generation.request, partial(self._accept, one))
 
-    def _forward(self, generations: Sequence[Generation]) -> torch.Tensor:
-        rows = [generation.row for generation in generations]
-        return self._runner.decode(rows, [one.next_input for one in generations])
-
-    def _step(self, generation: Generation) -> None:
-        """One token of one request, all by itself."""
-        began = time.perf_counter()
-        try:
-            logits = self._forward([generation])
-        except DeviceMemoryError:
-            if not self._runner.give_up():
-                raise
-            logits = self._forward([generation])
-        self._accept(generation, logits, began)
-
-    def _accept(
-        self, generation: Generation, logits: torch.Tensor, began: float
-    ) -> None:
-        generation.accept(logits, began)
-        self._finish_if_done(generation)
+    def _accept(self, one: Decoded) -> None:
+        one.accept()
+        self._finish_if_done(one.generation)
 
     def _finish_if_done(self, generation: Generation) -> None:
         if generation.finished:
@@ -438,39 +405,34 @@ class EngineLoop:
         """Run a request's work; turn what it raises into that request's failure."""
         try:
             work()
-        except CancelledError as error:
-            self.cancelled += 1
-            self._fail(request, error)
-        except PcrError as error:
-            self.failed += 1
-            self._fail(request, error)
         except Exception as error:
-            _log.exception("a request failed unexpectedly")
-            self.failed += 1
-            wrapped = ModelError(f"the request failed: {type(error).__name__}: {error}")
-            wrapped.__cause__ = error
-            self._fail(request, wrapped)
+            self._fail(request, error)
 
-    def _fail(self, request: Request, error: BaseException) -> None:
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Count a request's failure, free what it holds, and tell whoever waits."""
+        if isinstance(error, CancelledError):
+            self.cancelled += 1
+        else:
+            self.failed += 1
+        if not isinstance(error, PcrError):
+            _log.error("a request failed unexpectedly", exc_info=error)
+            cause, error = error, ModelError(f"the request failed: {_words(error)}")
+            error.__cause__ = cause
         self._let_go(request)
         request.completion.fail(error)
 
     def _let_go(self, request: Request) -> None:
         """Free what a request holds, whatever that is."""
         self._scheduler.done(request)
-        generation = self._suspended.pop(request, None)
+        self._suspended.pop(request, None)
         if self._prefilling is not None and self._prefilling.request is request:
             prefilling, self._prefilling = self._prefilling, None
             prefilling.close()
-            generation = prefilling.generation
-        for one in self._running:
-            if one.request is request:
-                generation = one
-        if generation is not None:
-            if generation in self._running:
-                self._running.remove(generation)
-            generation.close()
+            prefilling.generation.close()
+        for one in [one for one in self._running if one.request is request]:
+            self._running.remove(one)
+            one.close()
 
 
-def _throw(error: Exception) -> None:
-    raise error
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

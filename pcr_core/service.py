@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import torch
 
 from pcr_core.config import EngineConfig
-from pcr_core.errors import EngineClosedError, QueueFullError
+from pcr_core.door import Door
+from pcr_core.errors import EngineClosedError
 from pcr_core.index.chunk import ChunkLayout, Namespace, tenant_digest
 from pcr_core.loop import Batching, EngineLoop
 from pcr_core.memory import available_bytes
@@ -31,7 +32,8 @@ from pcr_core.model.prefill_plan import ROW_UNIT, Cuts
 from pcr_core.model.runner import Runner
 from pcr_core.model.sampling import end_token_ids
 from pcr_core.model.setup import model_prepared
-from pcr_core.request import Completion, Request
+from pcr_core.request import Request
+from pcr_core.stats import EngineStats
 from pcr_core.tiers import (
     WRITE_POLICIES,
     CudaRegistrar,
@@ -48,115 +50,6 @@ T = TypeVar("T")
 _LOOK_AROUND = 2.0
 """Seconds after which an idle engine looks at what other processes have forgotten."""
 
-Call = tuple[Callable[[], Any], "Future[Any]"]
-
-
-class Door:
-    """The one way in for foreign threads: requests, and calls to run over there.
-
-    A condition rather than a queue, so that closing and refusing are decided under the
-    same lock as putting: nothing can slip in behind a closed door and wait forever.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._changed = threading.Condition()
-        self._requests: list[Request] = []
-        self._calls: list[Call] = []
-        self._unended: list[Completion] = []
-        self._waiting = 0
-        self._woken = False
-        self._closed: BaseException | None = None
-
-    def put(self, requests: Sequence[Request]) -> None:
-        """Enqueue all, or none and raise ``QueueFullError`` or ``EngineClosedError``.
-
-        More than ``capacity`` at once are taken when nothing is waiting.
-        """
-        with self._changed:
-            self._refuse_if_closed()
-            if self._waiting and self._waiting + len(requests) > self._capacity:
-                raise QueueFullError(
-                    f"{self._waiting} requests are waiting already (max_queue="
-                    f"{self._capacity}); try again after some have finished"
-                )
-            self._waiting += len(requests)
-            self._requests.extend(requests)
-            self._unended = [one for one in self._unended if not one.done]
-            self._unended.extend(request.completion for request in requests)
-            self._changed.notify()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Have ``function`` run on the engine thread, between two steps."""
-        future: Future[T] = Future()
-        with self._changed:
-            self._refuse_if_closed()
-            self._calls.append((function, future))
-            self._changed.notify()
-        return future
-
-    def wake(self) -> None:
-        """Have the engine thread look around: there is something to poll."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify()
-
-    def take(
-        self, *, block: bool, timeout: float | None = None
-    ) -> tuple[list[Request], list[Call], bool]:
-        """Everything that came in, and whether the door has been closed.
-
-        Args:
-            block: Wait until something comes in or ``wake`` is called.
-            timeout: For so many seconds at most.
-        """
-        with self._changed:
-            if block:
-                self._changed.wait_for(
-                    lambda: (
-                        self._requests or self._calls or self._closed or self._woken
-                    ),
-                    timeout,
-                )
-            self._woken = False
-            requests, self._requests = self._requests, []
-            calls, self._calls = self._calls, []
-            return requests, calls, self._closed is not None
-
-    def put_back(self, requests: Sequence[Request], calls: Sequence[Call]) -> None:
-        """Lay down what was taken and could not be attended to."""
-        with self._changed:
-            self._requests[:0] = requests
-            self._calls[:0] = calls
-
-    def left(self, count: int) -> None:
-        """So many requests have left the queue."""
-        if count:
-            with self._changed:
-                self._waiting -= count
-
-    def close(self, reason: BaseException) -> None:
-        """Let nobody in any more; wakes the engine thread."""
-        with self._changed:
-            self._closed = self._closed or reason
-            self._changed.notify_all()
-
-    @property
-    def idle(self) -> bool:
-        """Whether every request that came in has ended."""
-        with self._changed:
-            self._unended = [one for one in self._unended if not one.done]
-            return not self._unended
-
-    @property
-    def closed(self) -> bool:
-        """Whether it is closed."""
-        return self._closed is not None
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed is not None:
-            raise EngineClosedError(str(self._closed)) from self._closed
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -168,6 +61,34 @@ class Parts:
     overlap: OverlapChoice
     chunk_tokens: int
     loop: EngineLoop
+
+    def stats(self) -> EngineStats:
+        """Counters and how the engine runs. Engine thread only."""
+        loop, loaded, runner = self.loop, self.loaded, self.runner
+        return EngineStats(
+            model=loaded.name,
+            device=str(loaded.device),
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            threads=torch.get_num_threads(),
+            chunk_tokens=self.chunk_tokens,
+            prefill_cuts=runner.cuts.name,
+            exact=runner.cuts.exact,
+            namespace=self.namespace.name,
+            overlap=self.overlap.mode,
+            overlap_ratios=dict(self.overlap.ratios),
+            copying=self.overlap.copying,
+            decoding=runner.decoding,
+            running=loop.running,
+            waiting=loop.waiting,
+            preempted=loop.preempted,
+            finished=loop.finished,
+            cancelled=loop.cancelled,
+            failed=loop.failed,
+            working_bytes=runner.buffer_bytes,
+            decisions=loop.tiers.decisions(loaded.context_window),
+            cache=loop.tiers.snapshot(),
+            documents=loop.documents,
+        )
 
 
 def build(
@@ -220,16 +141,20 @@ def build(
     lifetimes.callback(runner.close)
     ends = end_token_ids(loaded.model, loaded.tokenizer)
     record = recorder(config, layout, lifetimes)
-    batching = Batching(
+    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record, batching(config))
+    return Parts(
+        loaded, runner, namespace, prepared.overlap, prepared.chunk_tokens, loop
+    )
+
+
+def batching(config: EngineConfig) -> Batching:
+    """What the loop needs to know of the configuration."""
+    return Batching(
         rows=config.max_batch_size,
         prefill_tokens=config.max_prefill_tokens,
         order=config.order,
         max_overtakes=config.max_overtakes,
         store_answers=config.store_answers,
-    )
-    loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record, batching)
-    return Parts(
-        loaded, runner, namespace, prepared.overlap, prepared.chunk_tokens, loop
     )
 
 

@@ -23,7 +23,7 @@ from collections.abc import (
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pcr_core import QueueFullError, RequestError
+from pcr_core import CancelledError, QueueFullError, RequestError
 from pcr_integrations._constraints import constrained
 from pcr_integrations._options import CallOptions
 from pcr_integrations._response_template import template_reply
@@ -283,62 +283,87 @@ class ReplyReader:
 
 
 class Batch:
-    """Calls started by one thread for a caller that may be gone before the last one.
-
-    Attributes:
-        started: Submitted so far, in the order of the prompts.
-    """
+    """Calls of one caller, who may be gone before the last one. Any thread."""
 
     def __init__(self) -> None:
-        self.started: list[Running] = []
-        self._lock = threading.Lock()
-        self._cancelled = False
-
-    def add(self, running: Running) -> None:
-        """Take in a call; one that comes after ``cancel()`` is cancelled at once."""
-        with self._lock:
-            self.started.append(running)
-            if self._cancelled:
-                running.release()
-
-    def cancel(self) -> None:
-        """Cancel what still runs, and what is yet to come."""
-        with self._lock:
-            self._cancelled = True
-            for running in self.started:
-                running.release()
+        self._under_way: list[Running] = []  # and some that have ended
+        self._changed = threading.Condition()
+        self._over = False
 
     def start(self, call: Call) -> Running:
         """As ``call.start()``, but where the queue is full it waits for room.
 
         It waits for the oldest call of this batch, so it raises ``QueueFullError`` only
         where the queue is full of somebody else's requests.
+
+        Raises:
+            CancelledError: If the batch was cancelled; nothing was submitted.
         """
-        running = self._with_patience(call.start)
-        self.add(running)
-        return running
+        while True:
+            oldest = self._oldest()
+            try:
+                running = call.start()
+            except QueueFullError:
+                if oldest is None:
+                    raise
+                self._wait_for_end(oldest.completion)
+            else:
+                self.add(running)
+                return running
 
     async def astart(self, call: Call) -> Running:
         """As ``start``, from a thread; a task cancelled meanwhile leaves nothing."""
         return await _from_thread(lambda: self.start(call))
 
-    def _with_patience(self, start: Callable[[], Running]) -> Running:
-        while True:
-            try:
-                return start()
-            except QueueFullError:
-                oldest = next((r for r in self.started if not r.completion.done), None)
-                if oldest is None:
-                    raise
-                oldest.wait()
+    def add(self, running: Running) -> None:
+        """Take in a call; one that comes after ``cancel()`` is cancelled at once."""
+        with self._changed:
+            self._under_way.append(running)
+            over = self._over
+        if over:
+            running.release()
+
+    def cancel(self) -> None:
+        """Cancel what still runs, and what is yet to come."""
+        with self._changed:
+            self._over = True
+            for running in self._under_way:
+                running.release()
+            self._changed.notify_all()
+
+    def _oldest(self) -> Running | None:
+        """The oldest call that has not ended."""
+        with self._changed:
+            if self._over:
+                raise CancelledError(
+                    "the batch this call belongs to is over; nothing was run"
+                )
+            self._under_way = [r for r in self._under_way if not r.completion.done]
+            return next(iter(self._under_way), None)
+
+    def _wait_for_end(self, completion: Completion) -> None:
+        """Wait until a call has ended, or this batch was cancelled."""
+
+        def look_again() -> None:
+            with self._changed:
+                self._changed.notify_all()
+
+        completion.subscribe(look_again)
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or completion.done)
 
 
 async def _from_thread(start: Callable[[], Running]) -> Running:
     """Start a call in a thread; if the task is cancelled meanwhile, so is the call."""
     one = Batch()
+
+    def started() -> Running:
+        running = start()
+        one.add(running)
+        return running
+
     try:
-        await asyncio.to_thread(lambda: one.add(start()))
+        return await asyncio.to_thread(started)
     except BaseException:
         one.cancel()
         raise
-    return one.started[0]

@@ -25,10 +25,10 @@ from torch.nn.functional import rms_norm, silu
 
 from pcr_core.memory import page_out
 from pcr_core.model import _compat
+from pcr_core.model.rounding import differ_by_rounding
 
 _FUSED = "_pcr_fused"
 _ROWS = 32
-_CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
 def fused_layers(model: Any) -> list[nn.Linear]:
@@ -290,8 +290,7 @@ def _trial(model: Any, layer: Any) -> torch.Tensor | None:
 def _agree(stock: torch.Tensor | None, lean: torch.Tensor | None) -> bool:
     if stock is None or lean is None or stock.shape != lean.shape:
         return False
-    far = (stock.float() - lean.float()).abs().max()
-    return bool(far <= _CLOSE[stock.dtype] * stock.float().abs().max())
+    return differ_by_rounding(stock, lean, stock.dtype)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from pcr_core.model.linear import (
 )
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.prefill_plan import ROW_UNIT, free, shape_independent
+from pcr_core.model.rounding import differ_by_rounding
 from pcr_core.model.row_tiles import RowTiles
 from pcr_core.model.runner import Decoding, Row, Runner
 
@@ -130,7 +131,6 @@ def _run_cut(runner: Runner, tokens: list[int], stops: list[int]) -> list[bytes]
 
 _DECODED = (5, 40, 23, 61, 18, 33, 9, 50)  # prompt lengths of rows decoded together
 _TOGETHER = (2, 3, 8)
-_CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
 def how_rows_decode(loaded: LoadedModel, chunk_tokens: int) -> Decoding:
@@ -149,17 +149,16 @@ def how_rows_decode(loaded: LoadedModel, chunk_tokens: int) -> Decoding:
             runner.prefill(row, tokens[-length:], _silent_io())
         each = zip(rows, tokens, strict=False)
         alone = torch.cat([_decoded(runner, [row], [token]) for row, token in each])
-        worst = 0.0
+        found: Decoding = "invariant"
         for count in _TOGETHER:
-            together = _decoded(runner, rows[:count], tokens)
-            if together.shape != alone[:count].shape or not together.isfinite().all():
+            together, single = _decoded(runner, rows[:count], tokens), alone[:count]
+            if together.shape != single.shape:
                 return "serial"
-            far = (together.float() - alone[:count].float()).abs().max()
-            worst = max(worst, float(far))
-        if worst == 0:
-            return "invariant"
-        limit = _CLOSE.get(loaded.dtype, 1e-4) * float(alone.float().abs().max())
-        return "close" if worst <= limit else "serial"
+            if not differ_by_rounding(single, together, loaded.dtype):
+                return "serial"
+            if not torch.equal(together, single):
+                found = "close"
+        return found
     except Exception as error:  # whatever this model's code does with several rows
         _log.info("rows are decoded one after another: %s", error)
         return "serial"

@@ -67,7 +67,6 @@ class RowPool:
         self._most_bytes = most_bytes
         self._align = align
         self._most_taken = most_taken_bytes
-        self._sample = make()  # to know what rows take
         self._resting: list[RestingRow] = []  # the longest at rest first
         self._taken: list[RowBuffer] = []
         self._barred: set[int] = set()  # ids of taken rows that must not be kept
@@ -89,7 +88,7 @@ class RowPool:
 
     def fits(self, room: int) -> bool:
         """Whether one row more, of so many positions, is within the limit."""
-        return self.taken_bytes + self._sample.bytes_for(room) <= self._most_taken
+        return self.taken_bytes + self._make().bytes_for(room) <= self._most_taken
 
     def resident(self, prompt: Sequence[int]) -> int:
         """With how many leading tokens in place a prompt would start now. Pure."""

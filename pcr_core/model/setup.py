@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,17 +99,28 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
                 decoding=verdict.decoding,
                 row_bytes=row_budget(config, loaded.device),
             )
-            fields += [
-                ("chunk", str(chunk_tokens).encode()),
-                ("cuts", cuts.name.encode()),
-                ("tenant", config.namespace.encode()),
-                ("kv", probe.identity_digest(runner, loaded)),
-            ]
+            namespace = _namespace(fields, config, runner, loaded)
             runner.make_ready()
-            yield Prepared(runner, Namespace.of(fields), overlap, chunk_tokens)
+            yield Prepared(runner, namespace, overlap, chunk_tokens)
     finally:
         loaded.model.train(training)
         delattr(loaded.model, _IN_USE)
+
+
+def _namespace(
+    model: Sequence[tuple[str, bytes]],
+    config: EngineConfig,
+    runner: Runner,
+    loaded: LoadedModel,
+) -> Namespace:
+    """Everything that changes KV bytes; ``model`` is what the model has of it."""
+    own = [
+        ("chunk", str(runner.chunk_tokens).encode()),
+        ("cuts", runner.cuts.name.encode()),
+        ("tenant", config.namespace.encode()),
+        ("kv", probe.identity_digest(runner, loaded)),
+    ]
+    return Namespace.of([*model, *own])
 
 
 def resting_bytes(device: torch.device) -> int:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
+from functools import partial
 from typing import TYPE_CHECKING
 
-from pcr_core import CancelledError, QueueFullError
-from pcr_integrations._bridge import Call, Running
+from pcr_core import CancelledError, PcrError
+from pcr_integrations._bridge import Batch, Call, Running
 
 if TYPE_CHECKING:
     from pcr_core import Completion
@@ -57,10 +57,7 @@ class Turnstile:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pcr-turnstile")
-        self._lock = threading.Lock()
-        self._inside: list[Running] = []
-        self._closed = False
-        self._look_again = threading.Event()
+        self._batch = Batch()
         self._prompt_tokens = 0
         self._cached_tokens = 0
 
@@ -85,11 +82,7 @@ class Turnstile:
 
     def close(self) -> None:
         """Cancel what runs, and refuse what comes; returns at once."""
-        with self._lock:
-            self._closed = True
-            for running in self._inside:
-                running.release()
-        self._look_again.set()
+        self._batch.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def join(self) -> None:
@@ -98,69 +91,31 @@ class Turnstile:
 
     def reused(self) -> float | None:
         """Return which share of the prompt tokens answered so far was reused."""
-        with self._lock:
-            self._forget_ended()
-            if not self._prompt_tokens:
-                return None
-            return self._cached_tokens / self._prompt_tokens
+        if not self._prompt_tokens:
+            return None
+        return self._cached_tokens / self._prompt_tokens
 
     def _enqueue(self, call: Call) -> Future[Running]:
-        with self._lock:
-            if self._closed:
-                raise _over()
+        try:
             return self._thread.submit(copy_context().run, self._admit, call)
+        except RuntimeError:  # it is shut down
+            raise CancelledError(
+                "the batch this call belongs to is over; nothing was run"
+            ) from None
 
     def _admit(self, call: Call) -> Running:
-        """Submit, on the turnstile's thread; where the queue is full, wait for room."""
-        while True:
-            try:
-                return self._let_in(call.start())
-            except QueueFullError:
-                oldest = self._oldest()
-                if oldest is None:
-                    raise  # the queue is full of somebody else's requests
-                self._wait_for(oldest.completion)
+        """Submit, on the turnstile's thread."""
+        running = self._batch.start(call)
+        running.completion.subscribe(partial(self._count, running.completion))
+        return running
 
-    def _let_in(self, running: Running) -> Running:
-        with self._lock:
-            if self._closed:
-                running.release()
-                raise _over()
-            self._inside.append(running)
-            return running
-
-    def _oldest(self) -> Running | None:
-        with self._lock:
-            if self._closed:
-                raise _over()
-            self._forget_ended()
-            return next(iter(self._inside), None)
-
-    def _wait_for(self, completion: Completion) -> None:
-        """Wait until it is over, or this turnstile closed."""
-        self._look_again.clear()
-        completion.subscribe(
-            lambda: self._look_again.set() if completion.done else None
-        )
-        if not self._closed:  # if it is closed from here on, the event is set
-            self._look_again.wait()
-
-    def _forget_ended(self) -> None:
-        """Count the requests that are over, and let go of them."""
-        waiting = []
-        for running in self._inside:
-            if not running.completion.done:
-                waiting.append(running)
-                continue
-            with contextlib.suppress(Exception):  # its own waiter reports a failure
-                usage = running.completion.result().usage
+    def _count(self, completion: Completion) -> None:
+        """Take note of an answer. Engine thread."""
+        if completion.done:
+            with contextlib.suppress(PcrError):  # its own waiter reports a failure
+                usage = completion.result().usage
                 self._prompt_tokens += usage.prompt_tokens
                 self._cached_tokens += usage.cached_tokens
-        self._inside = waiting
-
-
-def _over() -> CancelledError:
-    return CancelledError("the batch this call belongs to is over; nothing was run")
 
 
 def _release(future: Future[Running]) -> None:

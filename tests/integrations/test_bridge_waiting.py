@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
 
 from pcr_core import (
+    CancelledError,
     Completion,
     ModelError,
     QueueFullError,
@@ -260,9 +262,29 @@ def test_a_batch_is_submitted_before_any_of_it_is_waited_for(
 
 def test_a_batch_longer_than_the_queue_waits_for_room(make_engine: MakeEngine) -> None:
     engine, batch = make_engine(max_waiting=2), Batch()
-    for text in TEXTS:
-        batch.start(call_to(engine, prompt=text))
-    assert [running.result().text for running in batch.started] == ["one two three"] * 4
+    begun = [batch.start(call_to(engine, prompt=text)) for text in TEXTS]
+    assert [running.result().text for running in begun] == ["one two three"] * 4
+
+
+def test_waiting_for_room_is_not_bound_by_the_timeout_of_another_call(
+    make_engine: MakeEngine,
+) -> None:
+    engine, batch = make_engine(max_waiting=1, stepwise=True), Batch()
+    batch.start(call_to(engine, timeout=0.01))
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(batch.start, call_to(engine))
+        assert late in wait([late], timeout=0.1).not_done
+        engine.completions[0].cancel()
+        engine.step()
+        assert late.result(30).completion is engine.completions[1]
+
+
+def test_nothing_is_submitted_for_a_batch_that_is_over(make_engine: MakeEngine) -> None:
+    engine, batch = make_engine(), Batch()
+    batch.cancel()
+    with pytest.raises(CancelledError, match="over"):
+        batch.start(call_to(engine))
+    assert engine.submitted == []
 
 
 def test_a_queue_full_of_others_is_an_error(make_engine: MakeEngine) -> None:

@@ -201,15 +201,18 @@ def test_leaving_as_completed_early_cancels_the_rest(
     make_engine: MakeEngine, model: Any
 ) -> None:
     engine = make_engine(reply=["now", "later on"], stepwise=True)
+    submitted = threading.Event()
     engine.step()
 
     def work() -> None:
         running = model(engine=engine).batch_as_completed(["a", "b"])
         assert next(running)[0] == 0
+        assert submitted.wait(30)
         running.close()
 
     with in_a_thread(work) as thread:
         until(lambda: len(engine.completions) == 2, thread)
+        submitted.set()
         until(lambda: engine.completions[1].cancelled, thread)
         engine.step(2)
 
