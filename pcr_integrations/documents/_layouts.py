@@ -8,7 +8,6 @@ from typing import Any
 
 from pcr_integrations._tools import ChatTurn
 from pcr_integrations.documents._registry import Place
-from pcr_integrations.documents._text_index import shared_prefix
 
 Prompt = str | Sequence[ChatTurn]
 Tools = Sequence[Mapping[str, Any]]
@@ -64,10 +63,9 @@ class Front:
         if self._shape() != other._shape():
             return False
         ours, theirs = self.words, other.words
-        return (
-            shared_prefix(ours, theirs) >= _ALIKE
-            or shared_prefix(ours[::-1], theirs[::-1]) >= _ALIKE
-        )
+        if min(len(ours), len(theirs)) < _ALIKE:
+            return False
+        return ours[:_ALIKE] == theirs[:_ALIKE] or ours[-_ALIKE:] == theirs[-_ALIKE:]
 
     def _shape(self) -> tuple[Any, ...]:
         turns = [*self.turns, *([] if self.turn is None else [self.turn])]

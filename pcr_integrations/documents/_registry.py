@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
 from pcr_core import Document
+from pcr_integrations._counters import Counters
 from pcr_integrations.documents._escapes import unescaped
 from pcr_integrations.documents._pieces import PieceIndex
 from pcr_integrations.documents._text_index import SHORTEST, Match, TextIndex
@@ -72,7 +73,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentStats:
+class DocumentStats(Counters):
     """Counters of a ``DocumentRegistry``, since it was made.
 
     Attributes:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from pcr_core import ConfigError, Document, PcrError
+from pcr_integrations._counters import Counters
 from pcr_integrations.documents._hints import HINTS
 from pcr_integrations.documents._layouts import Layout
 from pcr_integrations.documents._learning import Handed, Learner, Prediction
@@ -66,7 +66,7 @@ class Handover:
 
 
 @dataclass(frozen=True, slots=True)
-class RetrieverStats:
+class RetrieverStats(Counters):
     """Counters of one retriever wrapper. ``print`` shows a table.
 
     Attributes:
@@ -86,18 +86,6 @@ class RetrieverStats:
     confirmed: int = 0
     wrong: int = 0
     unused: int = 0
-
-    def __str__(self) -> str:
-        return "\n".join(f"{name:<12}{value}" for name, value in self._rows())
-
-    def _repr_html_(self) -> str:
-        rows = (
-            f"<tr><th>{html.escape(n)}</th><td>{v}</td></tr>" for n, v in self._rows()
-        )
-        return f"<table>{''.join(rows)}</table>"
-
-    def _rows(self) -> list[tuple[str, int]]:
-        return [(name, getattr(self, name)) for name in self.__slots__]
 
 
 class DocumentSource:
@@ -245,3 +233,19 @@ class DocumentSource:
             return orders[0], None  # the request will say what is wrong
         best = max(range(len(orders)), key=cached.__getitem__)
         return orders[best], cached[best]
+
+
+class SourceReports:
+    """What a wrapper tells of its source. A mixin; ``_source`` is the wrapper's own."""
+
+    _source: DocumentSource
+
+    @property
+    def stats(self) -> RetrieverStats:
+        """Retrievals and predictions so far."""
+        return self._source.stats
+
+    @property
+    def last(self) -> Handover | None:
+        """The last retrieval in any thread: its ids, and how they were reordered."""
+        return self._source.last

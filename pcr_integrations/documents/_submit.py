@@ -76,7 +76,7 @@ def submit_with(
         named = _given(documents=documents)
         return engine.submit(prompt, params, **options, **named), 0
     except DocumentNotFoundError as error:
-        left = [one for one in documents if one not in error.documents]
+        left = _without(documents, error)
     named = _given(documents=left)
     completion = engine.submit(prompt, params, **options, **named)
     return completion, len(documents) - len(left)
@@ -97,8 +97,14 @@ def explain(engine: Engine, prompt: Prompt, tools: Tools | None = None) -> Expla
     try:
         return engine.explain(prompt, tools=tools, documents=documents)
     except DocumentNotFoundError as error:
-        left = [one for one in documents if one not in error.documents]
+        left = _without(documents, error)
         return engine.explain(prompt, tools=tools, documents=left)
+
+
+def _without(
+    documents: Sequence[Document], error: DocumentNotFoundError
+) -> list[Document]:
+    return [one for one in documents if one not in error.documents]
 
 
 def documents_of(places: Sequence[Place]) -> list[Document]:

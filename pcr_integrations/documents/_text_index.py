@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from itertools import groupby
+from os.path import commonprefix
 from typing import NamedTuple
 
 GRAM = 12
@@ -123,17 +124,5 @@ def _longest_prefix(texts: list[str], string: str) -> str | None:
         near = texts[at - 1]
         if string.startswith(near):
             return near
-        string = string[: shared_prefix(near, string)]
+        string = commonprefix((near, string))  # noqa: RUF071  (characters are meant)
     return None
-
-
-def shared_prefix(one: str, other: str) -> int:
-    """Length of the longest common prefix; bisects, so that C does the comparing."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -53,7 +53,7 @@ class LangChainFields(PcrFields):
             ls_provider=PROVIDER,
             ls_model_type=kind,
             ls_model_name=known.get("model") or self._model_label(),
-            ls_temperature=_first(known.get("temperature"), self.temperature, 0.0),
+            ls_temperature=_first(known.get("temperature"), self.temperature),
         )
         max_tokens = _first(known.get("max_tokens"), self.max_tokens)
         if max_tokens is not None:
@@ -62,8 +62,11 @@ class LangChainFields(PcrFields):
             params["ls_stop"] = stop
         return params
 
-    def _token_ids(self, text: str) -> list[int]:
-        """Tokenise with the model's own tokenizer, without special tokens."""
+    def get_token_ids(self, text: str) -> list[int]:
+        """Tokenise with the model's tokenizer: no special tokens, no network."""
+        custom = getattr(self, "custom_get_token_ids", None)
+        if custom is not None:
+            return list(custom(text))
         ids = self._open_engine().tokenizer.encode(text, add_special_tokens=False)
         return list(ids)
 

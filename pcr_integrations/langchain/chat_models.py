@@ -285,12 +285,6 @@ class ChatPCR(Batching[AIMessage], LangChainFields, BaseChatModel):
         specs = {"tools": tool_specs(tools)} if tools else {}
         return self._call(messages, None, {**specs, **kwargs}).explain()
 
-    def get_token_ids(self, text: str) -> list[int]:
-        """Tokenise with the model's tokenizer: no special tokens, no network."""
-        if self.custom_get_token_ids is not None:
-            return self.custom_get_token_ids(text)
-        return self._token_ids(text)
-
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Tool] | None = None
     ) -> int:

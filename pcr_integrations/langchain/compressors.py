@@ -11,11 +11,12 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import Field, PrivateAttr
 
 from pcr_integrations._fields import check_names
-from pcr_integrations.documents import DocumentSource, Handover, RetrieverStats
+from pcr_integrations.documents import DocumentSource
+from pcr_integrations.documents._source import SourceReports
 from pcr_integrations.langchain._documents import Reader, in_order
 
 
-class PCRDocumentCompressor(BaseDocumentCompressor):
+class PCRDocumentCompressor(SourceReports, BaseDocumentCompressor):
     """Does for reranked or filtered documents what ``PCRRetriever`` does.
 
     Put it last in a ``DocumentCompressorPipeline``, or give it the compressor to wrap:
@@ -47,16 +48,6 @@ class PCRDocumentCompressor(BaseDocumentCompressor):
         super().__init__(**settings)
         name = "PCRDocumentCompressor"
         self._source = DocumentSource(name, self.order, self.score_tolerance)
-
-    @property
-    def stats(self) -> RetrieverStats:
-        """Retrievals and predictions so far."""
-        return self._source.stats
-
-    @property
-    def last(self) -> Handover | None:
-        """The last retrieval in any thread: its ids, and how they were reordered."""
-        return self._source.last
 
     def compress_documents(
         self,

@@ -216,12 +216,6 @@ class PCRLLM(Batching[str], LangChainFields, BaseLLM):
         (call,) = self._calls([self._convert_input(input).to_string()], None, kwargs)
         return call.explain()
 
-    def get_token_ids(self, text: str) -> list[int]:
-        """Tokenise with the model's tokenizer: no special tokens, no network."""
-        if self.custom_get_token_ids is not None:
-            return self.custom_get_token_ids(text)
-        return self._token_ids(text)
-
     def _calls(
         self, prompts: list[str], stop: list[str] | None, kwargs: dict[str, Any]
     ) -> list[Call]:

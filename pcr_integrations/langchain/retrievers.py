@@ -17,18 +17,14 @@ from pydantic import Field, PrivateAttr
 
 from pcr_core import RequestError
 from pcr_integrations._fields import check_names
-from pcr_integrations.documents import (
-    DocumentSource,
-    Handover,
-    Item,
-    RetrieverStats,
-)
+from pcr_integrations.documents import DocumentSource, Item
+from pcr_integrations.documents._source import SourceReports
 from pcr_integrations.langchain._documents import Reader, in_order
 from pcr_integrations.speculation import Speculation, SpeculationStats, Speculator
 from pcr_integrations.speculation._wrappers import speculator_for
 
 
-class PCRRetriever(BaseRetriever):
+class PCRRetriever(SourceReports, BaseRetriever):
     """Wraps a retriever; hands on the same documents.
 
     What it adds: the documents are found in the prompts of ``ChatPCR`` and ``PCRLLM``,
@@ -89,16 +85,6 @@ class PCRRetriever(BaseRetriever):
         return (
             SpeculationStats() if self._speculator is None else self._speculator.stats
         )
-
-    @property
-    def stats(self) -> RetrieverStats:
-        """Retrievals and predictions so far."""
-        return self._source.stats
-
-    @property
-    def last(self) -> Handover | None:
-        """The last retrieval in any thread: its ids, and how they were reordered."""
-        return self._source.last
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any

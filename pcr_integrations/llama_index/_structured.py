@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from llama_index.core.llms.llm import LLM
@@ -60,6 +61,6 @@ class StructuredPrediction(LLM):
             options["json_schema"] = answer_schema(output_cls.model_json_schema())
         return options
 
+    @abstractmethod
     def _constrains(self) -> bool:
         """Whether the engine can hold decoding to a schema."""
-        raise NotImplementedError

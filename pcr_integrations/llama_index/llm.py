@@ -120,7 +120,7 @@ class PCRLLM(PcrFields, StructuredPrediction, FunctionCallingLLM):
             "model_name": self._model_label(),
             "context_window": self.context_window,
             "num_output": self._max_tokens(),
-            "temperature": self.temperature or 0.0,
+            "temperature": self.temperature,
         }
 
     def install_tokenizer(self) -> None:

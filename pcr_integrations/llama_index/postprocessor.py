@@ -11,11 +11,12 @@ from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 from pydantic import Field, PrivateAttr
 
 from pcr_integrations._fields import check_names
-from pcr_integrations.documents import DocumentSource, Handover, RetrieverStats
+from pcr_integrations.documents import DocumentSource
+from pcr_integrations.documents._source import SourceReports
 from pcr_integrations.llama_index._nodes import in_order, items
 
 
-class PCRPostprocessor(BaseNodePostprocessor):
+class PCRPostprocessor(SourceReports, BaseNodePostprocessor):
     """Does for the final nodes of an engine what ``PCRRetriever`` does.
 
     Put it last in ``node_postprocessors``: it must see the nodes as the prompt will
@@ -52,16 +53,6 @@ class PCRPostprocessor(BaseNodePostprocessor):
     def class_name(cls) -> str:
         """Return the name LlamaIndex stores in serialised components."""
         return "PCRPostprocessor"
-
-    @property
-    def stats(self) -> RetrieverStats:
-        """Retrievals and predictions so far."""
-        return self._source.stats
-
-    @property
-    def last(self) -> Handover | None:
-        """The last retrieval in any thread: its ids, and how they were reordered."""
-        return self._source.last
 
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None

@@ -9,18 +9,14 @@ from typing import Any
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
-from pcr_integrations.documents import (
-    DocumentSource,
-    Handover,
-    Item,
-    RetrieverStats,
-)
+from pcr_integrations.documents import DocumentSource, Item
+from pcr_integrations.documents._source import SourceReports
 from pcr_integrations.llama_index._nodes import DocumentId, in_order, items
 from pcr_integrations.speculation import Speculation, SpeculationStats, Speculator
 from pcr_integrations.speculation._wrappers import speculator_for
 
 
-class PCRRetriever(BaseRetriever):
+class PCRRetriever(SourceReports, BaseRetriever):
     """Wraps a retriever; hands on the same nodes with the same scores.
 
     What it adds: the nodes are found in the prompts of ``PCRLLM``, so that
@@ -79,21 +75,11 @@ class PCRRetriever(BaseRetriever):
             self._speculator = speculator_for(self._source, order, search)
 
     @property
-    def stats(self) -> RetrieverStats:
-        """Retrievals and predictions so far."""
-        return self._source.stats
-
-    @property
     def speculation(self) -> SpeculationStats:
         """What was computed ahead, and what came of it; zeros without ``speculate``."""
         return (
             SpeculationStats() if self._speculator is None else self._speculator.stats
         )
-
-    @property
-    def last(self) -> Handover | None:
-        """The last retrieval in any thread: its ids, and how they were reordered."""
-        return self._source.last
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         if self._speculator is not None:

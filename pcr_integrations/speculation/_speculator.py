@@ -102,6 +102,7 @@ class Speculation:
         self._lock = threading.Lock()
         self._order: Order | None = None
         self._agreed = 0
+        self._plans: dict[Order, Plan | None] = {}  # the worker's
         self._hinted: set[Order] = set()
         self._current: Prefill | None = None
         self._given_up: list[Prefill] = []
@@ -170,7 +171,13 @@ class Speculation:
 
     # --- on the worker's thread ---
 
-    def _planned(self, documents: Sequence[Any]) -> Plan | None:
+    def _planned(self, order: Order, documents: Sequence[Any]) -> Plan | None:
+        """The plan for an order; asked for once, as it may tokenise and search."""
+        if order not in self._plans:
+            self._plans[order] = self._asked(documents)
+        return self._plans[order]
+
+    def _asked(self, documents: Sequence[Any]) -> Plan | None:
         try:
             plan = self._plan(documents)
         except Exception as error:  # a caller's own function may raise anything
@@ -187,7 +194,7 @@ class Speculation:
     def _hint(self, order: Order, documents: Sequence[Any]) -> None:
         if self._is_stale(order):
             return
-        plan = self._planned(documents)
+        plan = self._planned(order, documents)
         if plan is None:
             return
         last = plan.steps[-1]
@@ -201,7 +208,7 @@ class Speculation:
     def _launch(self, order: Order, documents: Sequence[Any]) -> None:
         if self._is_stale(order):
             return
-        plan = self._planned(documents)
+        plan = self._planned(order, documents)
         if plan is None:
             return
         if not plan.engine.idle:

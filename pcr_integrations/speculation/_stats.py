@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
+
+from pcr_integrations._counters import Counters
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationStats:
+class SpeculationStats(Counters):
     """What speculation has done so far. ``print`` shows a table.
 
     Attributes:
@@ -41,20 +42,3 @@ class SpeculationStats:
     computed_tokens: int = 0
     wasted_tokens: int = 0
     last_error: str = ""
-
-    def __str__(self) -> str:
-        return "\n".join(f"{name:<16} {value}" for name, value in self._rows())
-
-    def _repr_html_(self) -> str:
-        rows = (
-            f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>"
-            for name, value in self._rows()
-        )
-        return f"<table>{''.join(rows)}</table>"
-
-    def _rows(self) -> list[tuple[str, int | str]]:
-        rows = [(name.replace("_", " "), getattr(self, name)) for name in _NAMES]
-        return rows if self.last_error else rows[:-1]
-
-
-_NAMES = tuple(SpeculationStats.__slots__)

@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 
 from pcr_integrations.documents._escapes import unescaped
-from pcr_integrations.documents._text_index import (
-    SHORTEST,
-    Match,
-    TextIndex,
-    shared_prefix,
-)
+from pcr_integrations.documents._text_index import SHORTEST, Match, TextIndex
 
 # Few letters, so that texts begin alike, contain and overlap each other.
 LETTERS = st.text(alphabet="ab", min_size=SHORTEST, max_size=SHORTEST + 8)
@@ -98,15 +93,6 @@ def test_the_longest_of_nested_texts() -> None:
 def test_short_texts_are_refused() -> None:
     with pytest.raises(ValueError, match="16 characters, not 15"):
         TextIndex().add("y" * 15)
-
-
-@given(one=st.text("ab", max_size=9), other=st.text("ab", max_size=9))
-def test_shared_prefix(one: str, other: str) -> None:
-    size = shared_prefix(one, other)
-    assert one[:size] == other[:size]
-    assert one[size : size + 1] != other[size : size + 1] or size == len(one) == len(
-        other
-    )
 
 
 @given(st.text())
