@@ -108,7 +108,6 @@ def capacity(
     The machine's rates come from `--measure`, from a file (`--rates`), or from the
     options `--prefill` to `--overhead`, which go before the other two.
     """
-    numbers = layers, kv_heads, head_dim
     recipe = Recipe(
         requests=requests,
         documents=documents,
@@ -119,27 +118,22 @@ def capacity(
         chunk_tokens=chunk_tokens,
         per_prompt=per_prompt,
     )
-    budgets = _bytes("--dram", dram), _bytes("--ssd", ssd)
     stated = _stated(
-        prefill,
+        prefill=tuple(map(_point, prefill)) if prefill else None,
         ssd_read=None if ssd_read is None else float(_bytes("--ssd-read", ssd_read)),
         ssd_latency=ssd_latency,
         decode_step=decode_step,
         decode_row=decode_row,
         overhead=overhead,
     )
-    if measure:
-        _check_measuring(rates_file, numbers)
-        kv, rates = _measured(model, dtype, stated)
-    else:
-        kv, rates = _kv(model, numbers, dtype), _rates(rates_file, stated)
-    plan = Plan(recipe, rate, kv, rates, *budgets, warm_up=warm_up, seed=seed)
-    found = predict(plan)
+    kv, rates = _machine(
+        model, (layers, kv_heads, head_dim), dtype, rates_file, stated, measure
+    )
+    budgets = _bytes("--dram", dram), _bytes("--ssd", ssd)
+    found = predict(Plan(recipe, rate, kv, rates, *budgets, warm_up, seed=seed))
     _show(found)
-    if save_rates is not None:
-        _write(save_rates, rates.as_dict())
-    if json_file is not None:
-        _write(json_file, found.as_dict())
+    _write(save_rates, rates.as_dict())
+    _write(json_file, found.as_dict())
 
 
 # --- what was asked ---
@@ -170,11 +164,8 @@ def _bytes(name: str, text: str) -> int:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _stated(prefill: list[str] | None, **others: float | None) -> dict[str, Any]:
-    stated: dict[str, Any] = {k: v for k, v in others.items() if v is not None}
-    if prefill:
-        stated["prefill"] = tuple(map(_point, prefill))
-    return stated
+def _stated(**rates: Any) -> dict[str, Any]:
+    return {name: value for name, value in rates.items() if value is not None}
 
 
 def _point(text: str) -> tuple[float, float]:
@@ -197,6 +188,21 @@ def _rates(path: Path | None, stated: dict[str, Any]) -> Rates:
             "--prefill and --ssd-read"
         )
     return Rates(**stated)
+
+
+def _machine(
+    model: str | None,
+    numbers: _Numbers,
+    dtype: str,
+    path: Path | None,
+    stated: dict[str, Any],
+    measure: bool,
+) -> tuple[KvSize, Rates]:
+    """Size of the model's KV, and what this machine does per second."""
+    if not measure:
+        return _kv(model, numbers, dtype), _rates(path, stated)
+    _check_measuring(path, numbers)
+    return _measured(model, dtype, stated)
 
 
 def _check_measuring(path: Path | None, numbers: _Numbers) -> None:
@@ -301,7 +307,9 @@ def _notes(found: Prediction) -> Iterator[str]:
         )
 
 
-def _write(path: Path, figures: dict[str, Any]) -> None:
+def _write(path: Path | None, figures: dict[str, Any]) -> None:
+    if path is None:
+        return
     try:
         path.write_text(json.dumps(figures, indent=1) + "\n")
     except OSError as error:

@@ -27,13 +27,18 @@ from examples.benchmarks.common import (
 )
 from examples.benchmarks.load_report import summary
 from examples.benchmarks.load_work import make_arrivals, recipe_for
-from examples.benchmarks.serve_load import NOTHING, serve
+from examples.benchmarks.serve_load import (
+    NOTHING,
+    add_stream_arguments,
+    serve,
+    settings,
+)
 from pcr_core import Engine, EngineConfig
 from pcr_core.config import parse_bytes
 from pcr_core.measuring import Measured, measure
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.simulator.capacity import Forecast, Plan, predict
-from pcr_core.simulator.workloads import RECIPES, Recipe
+from pcr_core.simulator.workloads import Recipe
 
 CACHES: dict[str, dict[str, Any]] = {
     "none": NOTHING,
@@ -127,18 +132,6 @@ def check(
     return runs
 
 
-def settings(options: Any, folder: Path) -> dict[str, Any]:
-    """What all engines have in common."""
-    return {
-        "model": options.model,
-        "cache_dir": folder,
-        "dtype": options.dtypes[0],
-        "threads": options.threads,
-        "dram_bytes": options.dram_bytes,
-        "ssd_bytes": options.ssd_bytes,
-    }
-
-
 def table_rows(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Two lines for each run."""
     rows = []
@@ -155,16 +148,8 @@ def table_rows(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    parser.set_defaults(dtypes=["float32"])
-    parser.add_argument("--workload", choices=RECIPES, default="W1-mini")
-    parser.add_argument("--requests", type=int, help="how many of the stream")
-    parser.add_argument("--document-tokens", type=float, help="mean length")
-    parser.add_argument("--output", type=int, default=16, help="tokens per answer")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.4, 0.8])
-    parser.add_argument("--caches", nargs="+", choices=CACHES, default=[*CACHES])
-    parser.add_argument("--dram-bytes", default="256MiB")
-    parser.add_argument("--ssd-bytes", default="4GiB")
-    parser.add_argument("--seed", type=int, default=0)
+    add_stream_arguments(parser, caches=CACHES)
+    parser.set_defaults(loads=[0.4, 0.8], dram_bytes="256MiB")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     about = print_machine()

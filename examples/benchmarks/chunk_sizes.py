@@ -10,22 +10,16 @@ size of the list.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from examples.benchmarks.common import (
     Spread,
     arguments,
+    by_dtype,
     drop_page_cache,
-    print_machine,
-    print_table,
-    quiet_transformers,
     ratios,
     real_tokens,
-    write_json,
 )
 from pcr_core import Engine, EngineConfig, Result, SamplingParams
 from pcr_core.model.loading import load
@@ -104,15 +98,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64, 128])
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    results: dict[str, Any] = {"machine": print_machine()}
-    rows: list[list[str]] = []
-    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
-        for dtype in options.dtypes:
-            found = results[dtype] = measure(dtype, options, Path(folder))
-            rows += rows_of(dtype, found)
-    print_table(HEAD, rows)
-    write_json(options.json, results)
+    by_dtype(options, HEAD, measure, rows_of)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,31 @@ def quiet_transformers() -> Iterator[None]:
     """No progress bars of weights between the tables."""
     transformers.utils.logging.disable_progress_bar()
     yield
+
+
+def by_dtype(
+    options: argparse.Namespace,
+    head: Sequence[str],
+    measure: Callable[[str, Any, Path], Any],
+    rows_of: Callable[[str, Any], list[list[str]]],
+) -> None:
+    """Measure each dtype in turn, each in the same folder; print a table, write JSON.
+
+    Args:
+        options: From a parser made by ``arguments``.
+        head: Of the table.
+        measure: Takes a dtype, the options and a folder; returns raw figures.
+        rows_of: Makes rows of the table from a dtype and its figures.
+    """
+    torch.set_num_threads(options.threads)
+    results: dict[str, Any] = {"machine": print_machine()}
+    rows: list[list[str]] = []
+    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
+        for dtype in options.dtypes:
+            found = results[dtype] = measure(dtype, options, Path(folder))
+            rows += rows_of(dtype, found)
+    print_table(head, rows)
+    write_json(options.json, results)
 
 
 def drop_page_cache(folder: Path) -> int:

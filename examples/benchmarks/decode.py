@@ -13,23 +13,17 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from examples.benchmarks.common import (
     Spread,
     arguments,
-    print_machine,
-    print_table,
-    quiet_transformers,
+    by_dtype,
     ratios,
     real_tokens,
-    write_json,
 )
 from examples.benchmarks.plain import PlainProcess
 from pcr_core import Engine, EngineConfig, Result, SamplingParams
@@ -106,6 +100,7 @@ def measure(dtype: str, options: Any, folder: Path) -> dict[str, Any]:
 
 
 def rows_of(dtype: str, found: dict[str, Any]) -> list[list[str]]:
+    print(f"{dtype}: rows in one forward are {found['decoding']}")
     one = next(iter(found["step"].values()))
     lines = []
     for rows, steps in found["step"].items():
@@ -126,16 +121,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--output", type=int, default=64, help="tokens per answer")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    results: dict[str, Any] = {"machine": print_machine()}
-    rows: list[list[str]] = []
-    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
-        for dtype in options.dtypes:
-            found = results[dtype] = measure(dtype, options, Path(folder))
-            print(f"{dtype}: rows in one forward are {found['decoding']}")
-            rows += rows_of(dtype, found)
-    print_table(HEAD, rows)
-    write_json(options.json, results)
+    by_dtype(options, HEAD, measure, rows_of)
 
 
 if __name__ == "__main__":

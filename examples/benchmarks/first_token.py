@@ -13,28 +13,25 @@ and the same once more is one on the device.
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from examples.benchmarks.common import (
     Spread,
     arguments,
+    by_dtype,
     drop_page_cache,
-    print_machine,
-    print_table,
-    quiet_transformers,
     ratios,
     real_tokens,
     sequential_read,
-    write_json,
 )
 from examples.benchmarks.plain import PlainProcess
 from pcr_core import Engine, EngineConfig, Result, SamplingParams
 
 ONE = SamplingParams(max_tokens=1)
+
+
+HEAD = ("dtype", "TTFT", "ours, ms (quartiles)", "beside", "its ms", "ratio")
 
 
 def measure(dtype: str, options: Any, folder: Path) -> dict[str, Any]:
@@ -122,6 +119,7 @@ def note_ssd(
 
 
 def rows_of(dtype: str, found: dict[str, Any]) -> list[list[str]]:
+    print(f"{dtype}: {found['cuts']} prefill, chunks of {found['chunk']}")
     sample = found["sample"]
     bound = [
         dram + size / rate
@@ -151,18 +149,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--chunk-tokens", type=int, default=32)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    about = print_machine()
-    results: dict[str, Any] = {"machine": about}
-    rows: list[list[str]] = []
-    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
-        for dtype in options.dtypes:
-            found = results[dtype] = measure(dtype, options, Path(folder))
-            print(f"{dtype}: {found['cuts']} prefill, chunks of {found['chunk']}")
-            rows += rows_of(dtype, found)
-    head = ("dtype", "TTFT", "ours, ms (quartiles)", "beside", "its ms", "ratio")
-    print_table(head, rows)
-    write_json(options.json, results)
+    by_dtype(options, HEAD, measure, rows_of)
 
 
 if __name__ == "__main__":

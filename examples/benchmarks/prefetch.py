@@ -12,27 +12,27 @@ within a round, over the mean of all other requests.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from examples.benchmarks.common import (
     Spread,
     arguments,
+    by_dtype,
     drop_page_cache,
-    print_machine,
-    print_table,
-    quiet_transformers,
     ratios,
     real_tokens,
     sequential_read,
-    write_json,
 )
 from pcr_core import Engine, EngineConfig, Result, SamplingParams
 
 MODES = ("best_effort", "wait_complete", "off")
+
+
+HEAD = (
+    "dtype", "prefetch", "chunks read ahead", "mean TTFT from SSD, ms",
+    "from DRAM, ms", "ratio", "wait for reads, ms",
+)  # fmt: skip
 
 
 def queue_of(engine: Engine, options: Any) -> list[list[int]]:
@@ -63,6 +63,7 @@ def mean_wait(results: list[Result]) -> float:
 
 
 def measure(dtype: str, options: Any, folder: Path) -> dict[str, Any]:
+    folder = folder / dtype  # what is read in sequence must be this dtype's
     settings = {
         "model": options.model,
         "cache_dir": folder,
@@ -106,6 +107,8 @@ def measure(dtype: str, options: Any, folder: Path) -> dict[str, Any]:
 
 def rows_of(dtype: str, found: dict[str, Any]) -> list[list[str]]:
     sample = found["sample"]
+    rate, size = Spread.of(sample["read rate"]).median / 1e6, found["bytes"] / 1e6
+    print(f"{dtype}: {size:.0f} MB in all, read at {rate:.0f} MB/s")
     return [
         [
             dtype,
@@ -125,23 +128,7 @@ def main() -> None:
     parser.add_argument("--queue", type=int, default=8, help="requests at once")
     parser.add_argument("--output", type=int, default=8, help="tokens per answer")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    results: dict[str, Any] = {"machine": print_machine()}
-    rows: list[list[str]] = []
-    with quiet_transformers():
-        for dtype in options.dtypes:
-            with tempfile.TemporaryDirectory() as folder:
-                found = results[dtype] = measure(dtype, options, Path(folder))
-            rate = Spread.of(found["sample"]["read rate"]).median / 1e6
-            size = found["bytes"] / 1e6
-            print(f"{dtype}: {size:.0f} MB in all, read at {rate:.0f} MB/s")
-            rows += rows_of(dtype, found)
-    head = (
-        "dtype", "prefetch", "chunks read ahead", "mean TTFT from SSD, ms",
-        "from DRAM, ms", "ratio", "wait for reads, ms",
-    )  # fmt: skip
-    print_table(head, rows)
-    write_json(options.json, results)
+    by_dtype(options, HEAD, measure, rows_of)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ and service time are told apart: TTFT is their sum.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,23 +190,30 @@ def settings(options: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
+def add_stream_arguments(
+    parser: argparse.ArgumentParser, caches: Mapping[str, Any]
+) -> None:
+    """What a stream consists of, and how the engine that serves it is set."""
     parser.set_defaults(dtypes=["float32"])
     parser.add_argument("--workload", choices=RECIPES, default="W1-mini")
     parser.add_argument("--requests", type=int, help="how many of the stream")
     parser.add_argument("--document-tokens", type=float, help="mean length")
     parser.add_argument("--output", type=int, default=16, help="tokens per answer")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 1.1])
-    parser.add_argument("--caches", nargs="+", choices=CACHES, default=[*CACHES])
-    parser.add_argument("--concurrency", type=int, help="requests under way at most")
+    parser.add_argument("--caches", nargs="+", choices=caches, default=[*caches])
     parser.add_argument("--dram-bytes", default="auto")
     parser.add_argument("--ssd-bytes", default="4GiB")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plots", type=Path, help="write PNG files to this folder")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="NAME=VALUE", help="EngineConfig fields"
     )
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    add_stream_arguments(parser, CACHES)
+    parser.add_argument("--concurrency", type=int, help="requests under way at most")
+    parser.add_argument("--plots", type=Path, help="write PNG files to this folder")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     about = print_machine()

@@ -10,7 +10,6 @@ reading and computing, and one layer's read. Ratios are taken within a round.
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,18 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from examples.benchmarks.common import (
     Spread,
     arguments,
+    by_dtype,
     drop_page_cache,
-    print_machine,
-    print_table,
-    quiet_transformers,
     ratios,
     real_tokens,
-    write_json,
 )
 from pcr_core import Engine, EngineConfig, SamplingParams
 from pcr_core.model.loading import load
@@ -145,15 +139,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--multiples", type=float, nargs="+", default=[0.5, 1.0, 2.0])
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    results: dict[str, Any] = {"machine": print_machine()}
-    rows: list[list[str]] = []
-    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
-        for dtype in options.dtypes:
-            found = results[dtype] = measure(dtype, options, Path(folder))
-            rows += rows_of(dtype, found)
-    print_table(HEAD, rows)
-    write_json(options.json, results)
+    by_dtype(options, HEAD, measure, rows_of)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Hits are those of a generated stream on tiers of the planned size; times follow from
 them and the machine's rates, through a queue. Estimates: docs/capacity.md lists what is
-left out, and how far a measured run was away.
+left out.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_predictions_are_counted(
     assert counts(retriever) == (3, 2, 1)
     chain.ask("AB")
     assert counts(retriever) == (4, 3, 1)
-    assert "confirmed   3" in str(retriever.stats)
+    assert "confirmed  3" in str(retriever.stats)
     assert "<th>wrong</th><td>1</td>" in retriever.stats._repr_html_()
 
 

@@ -283,7 +283,7 @@ def test_agreeing_must_be_positive() -> None:
 
 def test_the_counters_can_be_read() -> None:
     stats = SpeculationStats(launched=2, used=1, wasted_tokens=30)
-    assert "wasted tokens    30" in str(stats)
+    assert "wasted tokens   30" in str(stats)
     assert "last error" not in str(stats)
     assert "<td>30</td>" in stats._repr_html_()
     failed = SpeculationStats(failed=1, last_error="QueueFullError: <full>")
