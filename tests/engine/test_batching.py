@@ -259,7 +259,7 @@ def test_the_youngest_gives_way_and_goes_on_as_if_nothing_was(opened: Opened) ->
             request = bench.request(prompt, seed=seed, **long)
             bench.finish(request)
             expected.append(answer(request))
-        block = bench.runner._rows._sample.bytes_for(KEY_BLOCK)
+        block = bench.runner._rows._make().bytes_for(KEY_BLOCK)
     with opened(slots=100, row_bytes=4 * block) as bench:
         requests = [bench.request(p, seed=s, **long) for s, p in seeds.items()]
         streams: list[list[str]] = [[], [], []]
@@ -276,7 +276,7 @@ def test_the_youngest_gives_way_and_goes_on_as_if_nothing_was(opened: Opened) ->
 
 def test_one_that_fits_nowhere_fails_and_the_next_runs(opened: Opened) -> None:
     with opened(slots=100) as bench:
-        block = bench.runner._rows._sample.bytes_for(KEY_BLOCK)
+        block = bench.runner._rows._make().bytes_for(KEY_BLOCK)
     with opened(slots=100, row_bytes=block) as bench:
         too_long = bench.request([1] * (KEY_BLOCK + 1))
         outgrows = bench.request([1] * (KEY_BLOCK - 2), max_tokens=2)
@@ -327,7 +327,7 @@ def test_a_queue_that_cannot_move_is_not_sorted_at_every_step(
 @pytest.mark.usefixtures("rows_begin_small")
 def test_a_request_put_back_can_be_cancelled(opened: Opened) -> None:
     with opened(slots=100) as bench:
-        block = bench.runner._rows._sample.bytes_for(KEY_BLOCK)
+        block = bench.runner._rows._make().bytes_for(KEY_BLOCK)
     with opened(slots=100, row_bytes=3 * block) as bench:
         first = bench.request([1] * (KEY_BLOCK - 10), max_tokens=60)
         second = bench.request([2] * (KEY_BLOCK - 10), max_tokens=60)

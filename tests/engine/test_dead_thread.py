@@ -35,7 +35,7 @@ def crowded(
     with opened_bench(
         tmp_path, model, tiny_tokenizer, batching, slots=60, resident_rows=0
     ) as bench:
-        block = bench.runner._rows._sample.bytes_for(KEY_BLOCK)
+        block = bench.runner._rows._make().bytes_for(KEY_BLOCK)
         bench.runner._rows._most_taken = 3 * block
         requests = [
             bench.request([n] * (KEY_BLOCK - 10), max_tokens=60) for n in range(3)
