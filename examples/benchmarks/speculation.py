@@ -2,9 +2,11 @@
 
     python -m examples.benchmarks.speculation
 
-Passages of real texts in an IVF index, real questions, top-k 1, 3 and 5. The search
-goes in four stages, and each takes ``--delay`` seconds longer than this small index
-needs, as one of many millions of vectors, or a remote one, would. What a prompt has
+Passages of real texts in an IVF index, real questions, top-k 1, 3 and 5. Beside the
+passages' vectors the index has as many of other directions as make its search slow
+(``--others``), half of whose lists are searched, on one thread, in four stages. Longer
+searches, as in an index of many millions of vectors or a remote one, are made by a
+pause after each stage (``--pauses``, in seconds, each measured). What a prompt has
 left in the cache is forgotten before the next one, so all that is gained is the prefill
 that fits beside the search. Times run from the start of the search to the first token.
 Ratios are taken within a round; each answer is compared with the one without
@@ -45,19 +47,18 @@ class Library:
         passages: The documents.
         index: Their vectors.
         questions: Texts and vectors, ``[dimensions]``.
-        delay: Seconds added to each stage.
     """
 
     passages: Sequence[str]
     index: StagedFaissIndex
     questions: Sequence[tuple[str, Any]]
-    delay: float
 
-    def stages(self, vector: Any, k: int) -> Iterator[Stage]:
-        """Search slowly."""
+    def stages(self, vector: Any, k: int, pause: float) -> Iterator[tuple[Stage, Any]]:
+        """Each stage, and which passages it has found so far."""
         for stage in self.index.stages(vector, k):
-            time.sleep(self.delay)
-            yield stage
+            time.sleep(pause)
+            found = stage.ids[0]
+            yield stage, found[(found >= 0) & (found < len(self.passages))].tolist()
 
 
 @dataclass
@@ -80,13 +81,29 @@ def library(options: Any) -> Library:
     ]
     embed = MiniLM()
     vectors = np.concatenate([embed([text]) for text in passages])
-    index = faiss.index_factory(vectors.shape[1], f"IVF{options.lists},Flat")
-    index.cp.min_points_per_centroid = 1
-    index.train(vectors)
-    index.add(vectors)
-    index.nprobe = options.lists // 2
     asked = [(one.text, embed([one.text])[0]) for one in corpus.questions]
-    return Library(passages, StagedFaissIndex(index), asked, options.delay)
+    index = build_index(vectors, options.others, options.lists)
+    return Library(passages, StagedFaissIndex(index), asked)
+
+
+def build_index(vectors: Any, others: int, lists: int) -> Any:
+    """The passages first, then random directions, far from all that anybody asks."""
+    faiss.omp_set_num_threads(1)
+    random = np.random.default_rng(0)
+    dimensions = vectors.shape[1]
+    index = faiss.index_factory(dimensions, f"IVF{lists},Flat")
+    index.cp.min_points_per_centroid = 1
+    block = random.standard_normal((min(others, 100 * lists), dimensions), np.float32)
+    faiss.normalize_L2(block)
+    index.train(np.concatenate([vectors, block]))
+    index.add(vectors)
+    while index.ntotal < len(vectors) + others:
+        size = min(100_000, len(vectors) + others - index.ntotal)
+        block = random.standard_normal((size, dimensions), np.float32)
+        faiss.normalize_L2(block)
+        index.add(block)
+    index.nprobe = lists // 2
+    return index
 
 
 def ask(
@@ -95,6 +112,7 @@ def ask(
     question: int,
     k: int,
     agreeing: int | None,
+    pause: float,
 ) -> tuple[float, float, list[int], SpeculationStats]:
     """Search, then generate one token; seconds to it, seconds of the search."""
     text, vector = books.questions[question]
@@ -111,8 +129,7 @@ def ask(
     seen: set[int] = set()
     start = time.perf_counter()
     with speculator.begin() as speculation:
-        for stage in books.stages(vector, k):
-            found = [number for number in stage.ids[0].tolist() if number >= 0]
+        for stage, found in books.stages(vector, k, pause):
             seen.update(found)
             if agreeing and not stage.last:
                 speculation.stage(found)
@@ -130,7 +147,7 @@ def ask(
 def measure(
     dtype: str, options: Any, books: Library, folder: Path
 ) -> dict[str, Sample]:
-    """Every top-k and mode, side by side in each round."""
+    """Every pause, top-k and mode, side by side in each round."""
     config = EngineConfig(
         model=options.model,
         cache_dir=folder,
@@ -139,28 +156,32 @@ def measure(
         dram_bytes="512MiB",
         ssd_bytes=0,
     )
-    runs = {f"{k} {mode}": Sample() for k in options.topk for mode in MODES}
+    cases = list(itertools.product(options.pauses, options.topk))
+    runs = {f"{case} {mode}": Sample() for case in cases for mode in MODES}
     with Engine(config) as engine:
-        ask(engine, books, 0, min(options.topk), None)
-        for _, k in itertools.product(range(options.rounds), options.topk):
+        ask(engine, books, 0, min(options.topk), None, 0.0)
+        for _, case in itertools.product(range(options.rounds), cases):
+            pause, k = case
             for mode, agreeing in MODES.items():
-                run, seconds, search = runs[f"{k} {mode}"], [], []
+                run, seconds, search = runs[f"{case} {mode}"], [], []
                 for question in range(len(books.questions)):
-                    one = ask(engine, books, question, k, agreeing)
+                    one = ask(engine, books, question, k, agreeing, pause)
                     seconds.append(one[0])
                     search.append(one[1])
                     run.answers.append(one[2])
                     run.stats.append(one[3])
                 run.seconds.append(statistics.fmean(seconds))
                 run.search.append(statistics.fmean(search))
-                assert run.answers == runs[f"{k} off"].answers
+                assert run.answers == runs[f"{case} off"].answers
     return runs
 
 
 def rows_of(dtype: str, options: Any, runs: dict[str, Sample]) -> list[list[str]]:
     rows = []
-    for k, mode in itertools.product(options.topk, MODES):
-        run, off = runs[f"{k} {mode}"], runs[f"{k} off"]
+    cases = itertools.product(options.pauses, options.topk)
+    for case, mode in itertools.product(cases, MODES):
+        pause, k = case
+        run, off = runs[f"{case} {mode}"], runs[f"{case} off"]
         total = {
             name: sum(getattr(one, name) for one in run.stats)
             for name in ("launched", "used", "computed_tokens", "wasted_tokens")
@@ -168,6 +189,7 @@ def rows_of(dtype: str, options: Any, runs: dict[str, Sample]) -> list[list[str]
         rows.append(
             [
                 dtype,
+                f"{pause:g}",
                 f"{k}",
                 mode,
                 Spread.of(run.search).ms(),
@@ -181,25 +203,24 @@ def rows_of(dtype: str, options: Any, runs: dict[str, Sample]) -> list[list[str]
 
 
 HEAD = (
-    "dtype", "top-k", "speculation", "search, ms", "search to first token, ms",
-    "ratio to off", "prefills used", "tokens wasted",
+    "dtype", "pause, s", "top-k", "speculation", "search, ms",
+    "search to first token, ms", "ratio to off", "prefills used", "tokens wasted",
 )  # fmt: skip
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--topk", type=int, nargs="+", default=[1, 3, 5])
-    parser.add_argument("--questions", type=int, default=8)
-    parser.add_argument("--lists", type=int, default=32, help="half are searched")
-    parser.add_argument("--delay", type=float, default=0.2, help="seconds a stage")
+    parser.add_argument("--questions", type=int, default=4)
+    parser.add_argument("--lists", type=int, default=256, help="half are searched")
+    parser.add_argument("--others", type=int, default=1_000_000, help="more vectors")
+    parser.add_argument("--pauses", type=float, nargs="+", default=[0.0, 0.1, 0.3])
+    parser.set_defaults(tokens=1500, rounds=3, dtypes=["float32"])
     options = parser.parse_args()
     rows: list[list[str]] = []
     with Run("speculation", options) as run:
         books = library(options)
-        print(
-            f"{len(books.passages)} passages, {len(books.questions)} questions, "
-            f"{options.delay} s added to each stage"
-        )
+        print(f"{len(books.passages)} passages, {len(books.questions)} questions")
         for dtype in options.dtypes:
             with tempfile.TemporaryDirectory() as folder:
                 runs = measure(dtype, options, books, Path(folder))
