@@ -1,0 +1,189 @@
+"""Decode steps in slots give what steps in rows give, recorded and replayed as well."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pcr_core import EngineConfig
+from pcr_core.model.chunk_io import ChunkIO
+from pcr_core.model.decode_slots import DecodeSlots
+from pcr_core.model.graphs import CudaGraphs, Graphs, NoGraphs
+from pcr_core.model.loading import LoadedModel, load
+from pcr_core.model.rounding import differ_by_rounding
+from pcr_core.model.runner import Row, Runner
+from pcr_core.model.setup import model_prepared
+from pcr_core.model.static_decode import StepInSlots
+from tests.model.fake_graphs import FakeCudaGraphs
+
+KINDS = ("llama", "qwen2", "mistral_sliding", "gemma3")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("static")
+
+
+class Pair:
+    """The same rows twice: in rows' buffers, and in slots.
+
+    Attributes:
+        slots: Those of ``tried``.
+        step: That of ``tried``.
+    """
+
+    def __init__(self, loaded: LoadedModel, runner: Runner, graphs: Graphs) -> None:
+        self.loaded = loaded
+        self.plain = runner
+        cuts, decoding = runner.cuts, runner.decoding
+        self.tried = Runner(loaded, runner.chunk_tokens, cuts, decoding=decoding)
+        self.slots = DecodeSlots(
+            loaded.shapes, loaded.dtype, loaded.device, 64 * 2**20, graphs.drop
+        )
+        self.step = StepInSlots(self.tried.call, self.slots, graphs, self.tried.step)
+        self.tried.decode_by(self.step)
+        self.rows: dict[int, tuple[Row, Row]] = {}
+
+    def join(self, name: int, length: int) -> None:
+        prompt = random.Random(f"{name} {length}").choices(range(250), k=length)
+        both = []
+        for runner in (self.plain, self.tried):
+            row = runner.open_row(length + 1)
+            io = ChunkIO({}, {}, filled=lambda index: None, between=lambda: None)
+            runner.prefill(row, prompt, io)
+            both.append(row)
+        self.rows[name] = (both[0], both[1])
+
+    def decode(self, names: list[int], tokens: list[int]) -> None:
+        """One step of both, compared."""
+        rows = [self.rows[name] for name in names]
+        for runner, which in ((self.plain, 0), (self.tried, 1)):
+            for pair in rows:
+                runner.make_room(pair[which], 1500)
+        expected = self.plain.decode([pair[0] for pair in rows], tokens)
+        found = self.tried.decode([pair[1] for pair in rows], tokens)
+        assert not self.step.broken
+        assert found.shape == expected.shape
+        for one, other in zip(expected, found, strict=True):
+            assert differ_by_rounding(one, other, self.loaded.dtype)
+            assert one.argmax() == other.argmax()
+
+    def leave(self, name: int) -> None:
+        """Both rows hold the same KV, and it is given back."""
+        plain, tried = self.rows.pop(name)
+        self.tried.step.settle(tried.cache)
+        length = plain.length
+        assert tried.length == length
+        for mine, its in zip(
+            (*plain.cache.buffer.keys, *plain.cache.buffer.values),
+            (*tried.cache.buffer.keys, *tried.cache.buffer.values),
+            strict=True,
+        ):
+            one, other = mine[:, :, :length], its[:, :, :length]
+            assert differ_by_rounding(one, other, self.loaded.dtype)
+        assert tried.cache.reach >= length
+        self.plain.close_row(plain)
+        self.tried.close_row(tried)
+
+    def close(self) -> None:
+        for name in list(self.rows):
+            self.leave(name)
+        assert not any(part.any() for part in (*self.slots.keys, *self.slots.values))
+        self.tried.close()
+        assert self.slots.nbytes == 0
+
+
+@pytest.fixture(scope="module")
+def prepared(
+    folder: Path, make_tiny_model: Callable[..., Any], tiny_tokenizer: Any
+) -> Iterator[Callable[[str], Any]]:
+    made: dict[str, Any] = {}
+
+    def get(kind: str) -> Any:
+        if kind not in made:
+            config = EngineConfig(cache_dir=folder, chunk_tokens=16)
+            loaded = load(config, make_tiny_model(kind), tiny_tokenizer)
+            opened = model_prepared(loaded, config)
+            made[kind] = (opened, loaded, opened.__enter__().runner)
+        return made[kind]
+
+    yield lambda kind: get(kind)[1:]
+    for opened, *_ in made.values():
+        opened.__exit__(None, None, None)
+
+
+@contextmanager
+def recorded(patch: pytest.MonkeyPatch) -> Iterator[tuple[FakeCudaGraphs, CudaGraphs]]:
+    """CUDA's graphs, on a device that there is not."""
+    with patch.context() as inner:
+        cuda = FakeCudaGraphs()
+        cuda.install(inner)
+        yield cuda, CudaGraphs(CPU)
+
+
+# --- the same answers ---
+
+STEPS = [  # rows that go into each step; a row that is new joins, one that ends leaves
+    [0],
+    [0, 1],
+    [0, 1, 2],
+    [2, 0, 1],
+    [0, 2],
+    [0, 2, 3, 4, 5],
+    [5, 3],
+    [3],
+]
+LENGTHS = {0: 3, 1: 70, 2: 509, 3: 24, 4: 25, 5: 1021}
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_come_and_go(
+    prepared: Any, monkeypatch: pytest.MonkeyPatch, kind: str, replayed: bool
+) -> None:
+    with recorded(monkeypatch) as (cuda, graphs):
+        pair = Pair(*prepared(kind), graphs if replayed else NoGraphs())
+        for number, names in enumerate(STEPS):
+            for name in set(names) - set(pair.rows):
+                pair.join(name, LENGTHS[name])
+            for name in set(pair.rows) - set(names):
+                pair.leave(name)
+            for repeat in range(2):
+                fed = [(name * 31 + number * 7 + repeat) % 250 for name in names]
+                pair.decode(names, fed)
+        pair.close()
+        assert cuda.replayed == (2 * len(STEPS) if replayed else 0)
+
+
+@given(data=st.data())
+@settings(max_examples=12)
+def test_any_story(prepared: Any, data: Any) -> None:
+    """Steps of any of the rows, some of which rest, move or are copied meanwhile."""
+    with pytest.MonkeyPatch.context() as patch, recorded(patch) as (_, graphs):
+        pair = Pair(*prepared(data.draw(st.sampled_from(KINDS))), graphs)
+        lengths = st.sampled_from([1, 2, 23, 24, 25, 100, 510, 511, 512, 513])
+        for name in range(data.draw(st.integers(1, 4))):
+            pair.join(name, data.draw(lengths))
+        for _ in range(data.draw(st.integers(1, 6))):
+            event = data.draw(st.sampled_from(["step", "step", "settle", "give up"]))
+            names = data.draw(
+                st.lists(st.sampled_from(sorted(pair.rows)), min_size=1, unique=True)
+            )
+            if event == "settle":
+                pair.step.settle(pair.rows[names[0]][1].cache)
+            elif event == "give up":
+                pair.tried.give_up()
+            fed = data.draw(
+                st.lists(st.integers(0, 249), min_size=len(names), max_size=len(names))
+            )
+            pair.decode(names, fed)
+        pair.close()
