@@ -28,6 +28,11 @@ class DecodeStep(Protocol):
         """Bytes held beside the rows' buffers."""
         ...
 
+    @property
+    def replays(self) -> bool:
+        """Whether steps are recorded and replayed."""
+        ...
+
     def logits(
         self, rows: Sequence[LayerwiseCache], tokens: Sequence[int]
     ) -> torch.Tensor:
@@ -64,9 +69,11 @@ class StepInRows:
     Attributes:
         decoding: See above.
         nbytes: None.
+        replays: They are not.
     """
 
     nbytes = 0
+    replays = False
 
     def __init__(self, call: ModelCall, decoding: Decoding) -> None:
         self.decoding = decoding

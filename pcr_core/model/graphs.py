@@ -105,3 +105,8 @@ class CudaGraphs:
             found.graph.reset()
         self._recorded = {}
         self._pool = None  # an abandoned pool is not taken up again
+
+
+def graphs_for(device: torch.device) -> Graphs | None:
+    """What records steps on a device; ``None`` where nothing does."""
+    return CudaGraphs(device) if device.type == "cuda" else None

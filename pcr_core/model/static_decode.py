@@ -6,7 +6,7 @@ longest is, both rounded up. Rows of padding run along, in slots that nobody has
 
 Attention goes over all places of a slot and masks those behind a row's end, so a step
 rounds differently from ``StepInRows``. Whether that is acceptable, and faster, is what
-``capture_probe`` finds out.
+``graphs_probe`` finds out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepInSlots:
         otherwise: What computes the rest.
 
     Attributes:
-        broken: Whether a step has failed.
+        failure: What a step failed of, if one has.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StepInSlots:
         graphs: Graphs,
         otherwise: DecodeStep,
     ) -> None:
-        self.broken = False
+        self.failure = ""
         self._call = call
         self._slots = slots
         self._graphs = graphs
@@ -61,18 +61,23 @@ class StepInSlots:
         """See ``DecodeStep``; what recordings hold is not counted."""
         return self._slots.nbytes
 
+    @property
+    def replays(self) -> bool:
+        """See ``DecodeStep``."""
+        return not self.failure
+
     def logits(
         self, rows: Sequence[LayerwiseCache], tokens: Sequence[int]
     ) -> torch.Tensor:
         """See ``DecodeStep``."""
-        if not self.broken:
+        if not self.failure:
             try:
                 slots = self._slots.seat(rows)
                 if slots is not None:
                     return self._in_slots(rows, tokens, slots)
             except Exception as error:  # a kernel, a recording, or this model's code
                 _log.warning("decode steps are recorded no more: %s", error)
-                self.broken = True
+                self.failure = str(error) or type(error).__name__
                 self.give_up()
         return self._otherwise.logits(rows, tokens)
 
