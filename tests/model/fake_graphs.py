@@ -141,6 +141,11 @@ class FakeCudaGraphs:
         for name, stand_in in stand_ins.items():
             patch.setattr(torch.cuda, name, stand_in)
 
+    @property
+    def recorded(self) -> list[Recording]:
+        """What could be replayed now."""
+        return [one.recording for one in self.graphs if one.recording is not None]
+
     @contextmanager
     def _on(self, stream: _Stream) -> Iterator[None]:
         before, self.stream = self.stream, stream.name
