@@ -89,7 +89,7 @@ class Runner:
     ) -> None:
         self.chunk_tokens = chunk_tokens
         self.cuts = cuts
-        self.call = self._logits = ModelCall(loaded)
+        self.call = ModelCall(loaded)
         self._in_rows = StepInRows(self.call, decoding)
         self.step: DecodeStep = self._in_rows
         self.streams = streams or inline_streams(loaded.device)
@@ -320,4 +320,4 @@ class Runner:
         """
         positions = torch.arange(start, start + len(tokens[0]))
         positions.clamp_(max=start + count - 1)
-        return self._logits(cache, torch.tensor(tokens), positions[None], count)
+        return self.call(cache, torch.tensor(tokens), positions[None], count)
