@@ -47,7 +47,7 @@ class DecodeSlots:
         shapes: KV shape of every layer.
         dtype: Of the KV.
         device: Where it is.
-        most_bytes: What all of them may take.
+        most_bytes: What all of them may take, as long as memory is not short.
         moving: Called before the memory moves or goes.
 
     Attributes:
@@ -132,6 +132,14 @@ class DecodeSlots:
         self.keys, self.values = [], []
         self.rows = self.places = 0
 
+    def give_up(self) -> None:
+        """Free the memory, and take at most half as much from now on: it was short.
+
+        Else it would be taken again at the next step, and be missed again.
+        """
+        self._most_bytes /= 2
+        self.release()
+
     def _reserve(self, rows: int, places: int) -> bool:
         """Grow if need be and possible; returns whether there is room.
 
@@ -152,6 +160,7 @@ class DecodeSlots:
                 )
         except (RuntimeError, MemoryError):  # torch raises the former
             self.keys, self.values = [], []
+            self._most_bytes /= 2
             return False
         self.rows, self.places = rows, places
         return True

@@ -73,26 +73,30 @@ class CudaGraphs:
         """See ``Graphs``."""
         found = self._recorded.get(name)
         if found is None:
-            found = self._recorded[name] = self._record(step)
+            with torch.cuda.device(self._device):
+                found = self._recorded[name] = self._record(step)
         found.graph.replay()
         return found.result
 
     def _record(self, step: Callable[[], torch.Tensor]) -> _Recorded:
+        """On a stream beside all other work, where nothing else can get into it."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        self._warm_up(step)
+        beside = torch.cuda.Stream(self._device)
+        self._warm_up(step, beside)
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on using the device, to page-lock memory for one.
         with torch.cuda.graph(
-            graph, pool=self._pool, capture_error_mode="thread_local"
+            graph,
+            pool=self._pool,
+            stream=beside,
+            capture_error_mode="thread_local",
         ):
             result = step()
         return _Recorded(graph, result)
 
-    def _warm_up(self, step: Callable[[], torch.Tensor]) -> None:
-        """Beside the stream of all other work, as recordings are made beside it."""
+    def _warm_up(self, step: Callable[[], torch.Tensor], beside: Any) -> None:
         compute = torch.cuda.current_stream(self._device)
-        beside = torch.cuda.Stream(self._device)
         beside.wait_stream(compute)
         with torch.cuda.stream(beside):
             for _ in range(_WARM_UPS):

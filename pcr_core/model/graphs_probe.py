@@ -27,9 +27,10 @@ from pcr_core.model.rounding import differ_by_rounding
 from pcr_core.model.runner import Row, Runner
 from pcr_core.model.static_decode import StepInSlots
 
-_LENGTHS = (KEY_BLOCK + 17, 40, 23, 61, KEY_BLOCK - 1, 33, 9, 5)
+_LENGTHS = (40, 23, 61, 9, 33, 5, KEY_BLOCK - 1, KEY_BLOCK + 17)
 _MOST_ROWS = len(_LENGTHS)
 _COMPARED = 4
+_ROOM = _COMPARED + 1
 _ROUNDS = 5
 _CALLS = 4
 _WORTH = 0.95
@@ -70,9 +71,8 @@ def choose_graphs(
         loaded.shapes, loaded.dtype, loaded.device, most_bytes, graphs.drop
     )
     step = StepInSlots(runner.call, slots, graphs, runner.step)
-    counts = sorted({1, min(rows, _MOST_ROWS)})
     try:
-        choice = _try(loaded, runner, step, counts)
+        choice = _try(loaded, runner, step, min(rows, _MOST_ROWS))
     except PcrError as error:  # no memory for so many rows, or the model itself fails
         choice = GraphsChoice(reason=str(error))
     if choice.on:
@@ -81,20 +81,22 @@ def choose_graphs(
 
 
 def _try(
-    loaded: LoadedModel, runner: Runner, step: StepInSlots, counts: Sequence[int]
+    loaded: LoadedModel, runner: Runner, step: StepInSlots, most: int
 ) -> GraphsChoice:
     opened, ratios = list[Row](), dict[int, float]()
     try:
-        for length in _LENGTHS[: counts[-1]]:
+        for length in _LENGTHS[:most]:
+            if opened and not runner.fits(length + _ROOM):
+                break  # nor will there be as many in use
             opened.append(_filled(loaded, runner, length))
-        for count in counts:
+        for count in sorted({1, len(opened)}):
             rows = [row.cache for row in opened[:count]]
             reason = _disagreement(loaded, runner, step, rows)
             if reason:
                 return GraphsChoice(reason=reason)
             ratios[count] = _ratio(step, runner.step, rows)
     finally:
-        step.give_up()
+        step.release()
         for row in opened:
             row.tokens.clear()
             runner.close_row(row)
@@ -104,8 +106,8 @@ def _try(
 
 
 def _filled(loaded: LoadedModel, runner: Runner, length: int) -> Row:
-    length = min(length, loaded.context_window - 2 * _COMPARED)
-    row = runner.open_row(length + 2 * _COMPARED)
+    length = min(length, loaded.context_window - _ROOM)
+    row = runner.open_row(length + _ROOM)
     io = ChunkIO({}, {}, filled=lambda index: None, between=lambda: None)
     runner.prefill(row, [(7 * at + length) % 97 for at in range(length)], io)
     return row
@@ -135,7 +137,7 @@ def _disagreement(
             return "results differ by more than rounding"
     for row in rows:
         row.rewind(_COMPARED)
-    step.give_up()  # what it has written is beyond the rows' ends now
+    step.release()  # what it has written is beyond the rows' ends now
     return ""
 
 

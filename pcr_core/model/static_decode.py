@@ -78,7 +78,7 @@ class StepInSlots:
             except Exception as error:  # a kernel, a recording, or this model's code
                 _log.warning("decode steps are recorded no more: %s", error)
                 self.failure = str(error) or type(error).__name__
-                self.give_up()
+                self.release()
         return self._otherwise.logits(rows, tokens)
 
     def _in_slots(
@@ -121,5 +121,9 @@ class StepInSlots:
     def give_up(self) -> bool:
         """See ``DecodeStep``; recordings go, too."""
         held = self.nbytes > 0
-        self._slots.release()
+        self._slots.give_up()
         return held
+
+    def release(self) -> None:
+        """Free slots and recordings until the next step."""
+        self._slots.release()

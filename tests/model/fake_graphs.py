@@ -9,7 +9,7 @@ moved since then makes a wrong answer, as on a GPU. What a GPU refuses is refuse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -135,6 +135,7 @@ class FakeCudaGraphs:
             "graph": self._recorded,
             "graph_pool_handle": object,
             "Stream": Stream,
+            "device": nullcontext,
             "current_stream": lambda device: _Stream(self, self.stream),
             "stream": self._on,
         }
@@ -157,12 +158,12 @@ class FakeCudaGraphs:
 
     @contextmanager
     def _recorded(
-        self, graph: FakeGraph, *, pool: Any, capture_error_mode: str
+        self, graph: FakeGraph, *, pool: Any, stream: _Stream, capture_error_mode: str
     ) -> Iterator[None]:
         assert capture_error_mode == "thread_local", "others may use the device"
         assert self.stream == "compute"
         assert graph.recording is not None
-        self.story.append("record")
+        self.story.append(f"record on {stream.name}")
         with graph.recording:
             yield
         self.graphs.append(graph)
