@@ -26,6 +26,7 @@ from pcr_core.errors import EngineClosedError
 from pcr_core.index.chunk import ChunkLayout, Namespace, tenant_digest
 from pcr_core.loop import Batching, EngineLoop
 from pcr_core.memory import available_bytes
+from pcr_core.model.graphs_probe import GraphsChoice
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.overlap import OverlapChoice
 from pcr_core.model.prefill_plan import ROW_UNIT, Cuts
@@ -59,12 +60,14 @@ class Parts:
     runner: Runner
     namespace: Namespace
     overlap: OverlapChoice
+    graphs: GraphsChoice
     chunk_tokens: int
     loop: EngineLoop
 
     def stats(self) -> EngineStats:
         """Counters and how the engine runs. Engine thread only."""
         loop, loaded, runner = self.loop, self.loaded, self.runner
+        failed = self.graphs.on and not runner.step.replays
         return EngineStats(
             model=loaded.name,
             device=str(loaded.device),
@@ -78,6 +81,11 @@ class Parts:
             overlap_ratios=dict(self.overlap.ratios),
             copying=self.overlap.copying,
             decoding=runner.decoding,
+            cuda_graphs=runner.step.replays,
+            cuda_graph_ratios=dict(self.graphs.ratios),
+            cuda_graphs_reason="a step failed, see the log"
+            if failed
+            else self.graphs.reason,
             running=loop.running,
             waiting=loop.waiting,
             preempted=loop.preempted,
@@ -143,7 +151,13 @@ def build(
     record = recorder(config, layout, lifetimes)
     loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record, batching(config))
     return Parts(
-        loaded, runner, namespace, prepared.overlap, prepared.chunk_tokens, loop
+        loaded,
+        runner,
+        namespace,
+        prepared.overlap,
+        prepared.graphs,
+        prepared.chunk_tokens,
+        loop,
     )
 
 

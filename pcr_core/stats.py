@@ -315,6 +315,10 @@ class EngineStats:
             ``"invariant"``: nothing, each answer is that of a request alone, bit for
             bit; ``"close"``: they may round differently; ``"serial"``: this model's
             code takes one row at a time, so they run in turns.
+        cuda_graphs: Whether decode steps are recorded once and replayed (on a GPU).
+        cuda_graph_ratios: What the start-up probe measured: time of a recorded step
+            relative to an ordinary one, by number of rows. Empty if it did not.
+        cuda_graphs_reason: Why they are not recorded; empty on a CPU.
         running, waiting: Requests that have a row, and that wait for one.
         preempted: How often a running request was put back into the queue, as
             ``row_bytes`` was used up.
@@ -340,6 +344,9 @@ class EngineStats:
     overlap_ratios: dict[str, float]
     copying: float
     decoding: str
+    cuda_graphs: bool
+    cuda_graph_ratios: dict[int, float]
+    cuda_graphs_reason: str
     running: int
     waiting: int
     preempted: int
@@ -372,6 +379,7 @@ class EngineStats:
                 f"{_DECODING[self.decoding]}; {self.running} running, "
                 f"{self.waiting} waiting, {self.preempted} times put back",
             ),
+            *self._graphs(),
             (
                 "finished",
                 f"{self.finished} ({self.cancelled} cancelled, {self.failed} failed)",
@@ -380,6 +388,17 @@ class EngineStats:
             *self.cache.rows(),
             *self._documents(),
         ]
+
+    def _graphs(self) -> list[tuple[str, str]]:
+        """Nothing on a device that has none."""
+        ratios = self.cuda_graph_ratios
+        times = ", ".join(f"{ratio:.2f}" for ratio in ratios.values())
+        rows = ", ".join(str(rows) for rows in ratios)
+        measured = f"a step of {rows} rows takes {times} of an ordinary one"
+        about = [self.cuda_graphs_reason, measured if ratios else ""]
+        text = "; ".join(part for part in about if part)
+        state = "on" if self.cuda_graphs else "off"
+        return [("CUDA graphs", f"{state} ({text})")] if text else []
 
     def _documents(self) -> list[tuple[str, str]]:
         if not self.documents:

@@ -43,6 +43,7 @@ class PcrFields(BaseModel):
     device: str | None = None
     dtype: str | None = None
     overlap: str | None = None
+    cuda_graphs: str | None = None
     resident_rows: int | None = None
     threads: int | None = None
     max_batch_size: int | None = None

@@ -31,11 +31,11 @@ def query_length(query: int | torch.Tensor) -> int:
     return int(query.shape[0]) if isinstance(query, torch.Tensor) else query
 
 
-def query_range(arguments: dict[str, Any]) -> tuple[int, int]:
+def query_range(arguments: dict[str, Any]) -> tuple[int | torch.Tensor, int]:
     """``(first position, number)`` of the queries a mask function is asked for."""
     positions = arguments.get("cache_position")
     if positions is not None:
-        return int(positions[0]), int(positions.shape[0])
+        return positions[0], int(positions.shape[0])
     return int(arguments.get("q_offset", 0)), int(arguments["q_length"])
 
 

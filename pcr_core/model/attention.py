@@ -26,12 +26,14 @@ from pcr_core.model.attention_kernels import (
     AttentionKernel,
     FusedAttention,
     KeyPortions,
+    MaskedRowsAttention,
     OneQueryAttention,
     UnfusedAttention,
 )
 from pcr_core.model.batch_cache import RowsKv
 from pcr_core.model.key_blocks import KEY_BLOCK
 from pcr_core.model.masks import LazyMask, lazy_mask
+from pcr_core.model.slot_cache import SlotsKv
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class KvAttention:
             self._decode = unfused
         else:
             self._decode = OneQueryAttention(as_rows=plan.decode == "rows")
+        self._in_slots = MaskedRowsAttention()
 
     @property
     def name(self) -> str:
@@ -86,8 +89,8 @@ class KvAttention:
         self,
         module: torch.nn.Module,
         query: torch.Tensor,
-        key: torch.Tensor | RowsKv,
-        value: torch.Tensor | RowsKv,
+        key: torch.Tensor | RowsKv | SlotsKv,
+        value: torch.Tensor | RowsKv | SlotsKv,
         attention_mask: LazyMask | None,
         dropout: float = 0.0,
         scaling: float | None = None,
@@ -102,7 +105,7 @@ class KvAttention:
                 query may hold anything finite.
             value: ``[1, kv_heads, capacity, v_dim]``. Of a batch, key and value are
                 ``RowsKv``, and each row has one query: each is computed as it would be
-                alone.
+                alone. Of a batch in slots they are ``SlotsKv``.
             attention_mask: From ``lazy_mask``.
             dropout: Ignored: the engine never trains.
             scaling: Softmax scale.
@@ -121,6 +124,10 @@ class KvAttention:
             )
         if isinstance(key, RowsKv) and isinstance(value, RowsKv):
             return self._each_row(query, key, value, attention_mask, scaling), None
+        if isinstance(key, SlotsKv) and isinstance(value, SlotsKv):
+            k, v = key.places, value.places
+            mask = attention_mask.of_each(key.positions, k.shape[2], query)
+            return self._in_slots(query, k, v, mask, scaling), None
         assert isinstance(key, torch.Tensor)
         assert isinstance(value, torch.Tensor)
         kernel = self._decode if query.shape[2] == 1 else self._prefill

@@ -304,3 +304,36 @@ class OneQueryAttention:
             enable_gqa=query.shape[1] != kv_heads,
         )
         return out.reshape(1, 1, heads, -1)
+
+
+class MaskedRowsAttention:
+    """SDPA of one query a row over all places of a buffer; for decode in slots.
+
+    The heads of a group are handed over as queries of their KV head: kernels that take
+    a mask need not know of groups.
+    """
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """``[rows, heads, 1, k_dim]`` -> ``[rows, 1, heads, v_dim]``.
+
+        Args:
+            query: See above.
+            key: ``[rows, kv_heads, places, k_dim]``, finite.
+            value: ``[rows, kv_heads, places, v_dim]``, finite.
+            mask: Additive, ``[rows, 1, 1, places]``.
+            scaling: Softmax scale; by default that of ``k_dim``.
+        """
+        rows, heads, _, dim = query.shape
+        kv_heads = key.shape[1]
+        grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim)
+        out = scaled_dot_product_attention(
+            grouped, key, value, attn_mask=mask, scale=scaling
+        )
+        return out.reshape(rows, 1, heads, -1)

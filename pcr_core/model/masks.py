@@ -7,6 +7,7 @@ registered mask function returns, so ours returns a ``LazyMask``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ class LazyMask:
     """A model's own mask function, evaluated for one block of queries at a time.
 
     Attributes:
-        first: Position of the first query.
         causal: Whether it is the plain causal mask, without window or padding.
     """
 
@@ -27,12 +27,16 @@ class LazyMask:
     ndim = 4
 
     def __init__(
-        self, function: Callable[..., Any], first: int, count: int, keys: int
+        self,
+        function: Callable[..., Any],
+        first: int | torch.Tensor,
+        count: int,
+        keys: int,
     ) -> None:
         from transformers.masking_utils import causal_mask_function
 
         self._function = function
-        self.first = first
+        self._first = first
         self.shape = (1, 1, count, keys)
         plain: Callable[..., Any] = causal_mask_function
         self.causal = function is plain
@@ -40,6 +44,12 @@ class LazyMask:
         self._seen: tuple[int, int] | None = None  # by the first query
         self._gaps = False
         self._single: dict[int, LazyMask] = {}
+        self._each: dict[int, torch.Tensor] = {}
+
+    @cached_property
+    def first(self) -> int:
+        """Position of the first query; if it is a tensor, this waits for the device."""
+        return int(self._first)
 
     def at(self, position: int) -> LazyMask:
         """The mask of one query at ``position``; the same object for every layer."""
@@ -62,6 +72,33 @@ class LazyMask:
             keep = self._keep(start, stop, keys, like.device)
             mask = torch.zeros(keep.shape, dtype=like.dtype, device=like.device)
             self._blocks[name] = mask.masked_fill_(~keep, float("-inf"))
+        return mask
+
+    def of_each(
+        self, positions: torch.Tensor, keys: int, like: torch.Tensor
+    ) -> torch.Tensor:
+        """Additive mask ``[rows, 1, 1, keys]`` of one query a row.
+
+        Positions are not looked at by the host. The same for every layer of a kind.
+
+        Args:
+            positions: Of the queries, ``[rows]``.
+            keys: How many places there are; those behind a query are hidden, too.
+            like: Of the dtype and on the device of the mask.
+        """
+        mask = self._each.get(keys)
+        if mask is None:
+            rows = torch.arange(len(positions), device=like.device)
+            kv = torch.arange(keys, device=like.device)
+            keep: torch.Tensor = self._function(
+                rows[:, None, None, None],
+                torch.zeros_like(rows[:1])[None, :, None, None],
+                positions[:, None, None, None],
+                kv[None, None, None, :],
+            )
+            shape = (len(positions), 1, 1, keys)
+            mask = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            self._each[keys] = mask.masked_fill_(~keep, float("-inf"))
         return mask
 
     def seen_by_first(self, device: torch.device) -> tuple[int, int] | None:

@@ -24,6 +24,7 @@ from pcr_core.model import onednn
 from pcr_core.model.attention import AttentionPlan
 from pcr_core.model.attention_kernels import KeyPortions
 from pcr_core.model.chunk_io import ChunkIO
+from pcr_core.model.decode_step import Decoding
 from pcr_core.model.fingerprint import kv_bytes, kv_digest
 from pcr_core.model.key_blocks import KEY_BLOCK
 from pcr_core.model.linear import (
@@ -36,7 +37,7 @@ from pcr_core.model.loading import LoadedModel
 from pcr_core.model.prefill_plan import ROW_UNIT, free, shape_independent
 from pcr_core.model.rounding import differ_by_rounding
 from pcr_core.model.row_tiles import RowTiles
-from pcr_core.model.runner import Decoding, Row, Runner
+from pcr_core.model.runner import Row, Runner
 
 _log = logging.getLogger("pcr_core.model")
 _FORMAT = 4  # of the verdict's file; part of its name

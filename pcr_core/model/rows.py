@@ -52,6 +52,7 @@ class RowPool:
 
     Attributes:
         most: See above.
+        spare: Frees memory beside the rows when it runs out; returns whether it did.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class RowPool:
         self._most_bytes = most_bytes
         self._align = align
         self._most_taken = most_taken_bytes
+        self.spare: Callable[[], bool] = lambda: False
         self._resting: list[RestingRow] = []  # the longest at rest first
         self._taken: list[RowBuffer] = []
         self._barred: set[int] = set()  # ids of taken rows that must not be kept
@@ -196,8 +198,8 @@ class RowPool:
         self._barred = {id(buffer) for buffer in self._taken}
 
     def give_up(self) -> bool:
-        """Free all memory at rest; returns whether there was any."""
-        freed = self.resting_bytes > 0
+        """Free all memory at rest, and what is spare; returns whether there was any."""
+        freed = self.spare() or self.resting_bytes > 0
         while self._resting:
             self._drop(self._resting[0])
         return freed

@@ -9,18 +9,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
 
 import torch
-from transformers.cache_utils import Cache
 
-from pcr_core.errors import ChunkLostError, DeviceMemoryError, ModelError, PcrError
-from pcr_core.model import _compat
-from pcr_core.model.batch_cache import BatchCache
+from pcr_core.errors import ChunkLostError, DeviceMemoryError
 from pcr_core.model.chunk_io import ChunkIO
+from pcr_core.model.decode_step import DecodeStep, Decoding, StepInRows
 from pcr_core.model.key_blocks import KEY_BLOCK, round_up
 from pcr_core.model.layerwise_cache import LayerwiseCache
 from pcr_core.model.loading import LoadedModel
+from pcr_core.model.model_call import ModelCall
 from pcr_core.model.prefill import Forward, Prefill, Prefilled
 from pcr_core.model.prefill_plan import (
     Cuts,
@@ -32,10 +30,6 @@ from pcr_core.model.row_buffer import RowBuffer
 from pcr_core.model.rows import RowPool
 from pcr_core.model.streams import Streams, inline_streams
 from pcr_core.model.transfers import LayerClock, in_runs
-
-Decoding = Literal["invariant", "close", "serial"]
-"""What several rows in one forward give: the bits of each alone, the same but for
-rounding, or nothing of use, so that they run one after another."""
 
 _READY_ROWS = 2
 READY_BYTES = _READY_ROWS * 48 * 2**20
@@ -76,7 +70,9 @@ class Runner:
         row_bytes: What all rows in use may hold together.
 
     Attributes:
-        chunk_tokens, cuts, streams, decoding: See above.
+        chunk_tokens, cuts, streams: See above.
+        call: Calls the model.
+        step: Computes decode steps; at first on the rows' own buffers.
     """
 
     def __init__(
@@ -91,11 +87,11 @@ class Runner:
         decoding: Decoding = "serial",
         row_bytes: float = math.inf,
     ) -> None:
-        self._model = loaded.model
-        self._device = loaded.device
         self.chunk_tokens = chunk_tokens
         self.cuts = cuts
-        self.decoding = decoding
+        self.call = ModelCall(loaded)
+        self._in_rows = StepInRows(self.call, decoding)
+        self.step: DecodeStep = self._in_rows
         self.streams = streams or inline_streams(loaded.device)
         self._shapes = loaded.shapes
         self._itemsize = loaded.dtype.itemsize
@@ -107,13 +103,21 @@ class Runner:
             cuts.align,
             row_bytes,
         )
-        self._cache_argument = _compat.cache_argument(loaded.model)
-        self._partial_logits = _compat.takes_logits_to_keep(loaded.model)
+
+    @property
+    def decoding(self) -> Decoding:
+        """What rows that are decoded in one forward do to each other's bits."""
+        return self._in_rows.decoding
 
     @property
     def buffer_bytes(self) -> int:
         """Working KV memory, rows at rest included, in bytes."""
-        return self._rows.nbytes
+        return self._rows.nbytes + self.step.nbytes
+
+    def decode_by(self, step: DecodeStep) -> None:
+        """Have decode steps computed by ``step`` from now on."""
+        self.step = step
+        self._rows.spare = step.give_up  # not of self: that would be a cycle
 
     def usable_chunks(self, tokens: int) -> int:
         """How many leading chunks of a prompt of ``tokens`` tokens may be read."""
@@ -178,6 +182,7 @@ class Runner:
         buffer = row.cache.buffer
         if row.length < buffer.capacity:
             return
+        self.step.settle(row.cache)
         room = min(most, buffer.capacity + max(KEY_BLOCK, buffer.capacity // 2))
         self._rows.grow(buffer, max(room, row.length + 1), row.length)
         row.cache = row.cache.moved()
@@ -188,6 +193,7 @@ class Runner:
         Raises:
             DeviceMemoryError: If there is no memory for it.
         """
+        self.step.settle(row.cache)
         copy = self.open_row(max(tokens, row.length))
         copy.resident = 0
         copy.cache.copy_from(row.cache)
@@ -195,7 +201,10 @@ class Runner:
         return copy
 
     def give_up(self) -> bool:
-        """Free the memory of rows at rest; returns whether there was any."""
+        """Free what can be done without; returns whether there was any.
+
+        That is the memory of rows at rest, and what decode steps hold for themselves.
+        """
         return self._rows.give_up()
 
     def _padded(self, tokens: int) -> int:
@@ -203,6 +212,7 @@ class Runner:
 
     def close_row(self, row: Row) -> None:
         """Give the row back; ``row.tokens`` says what others may go on from."""
+        self.step.settle(row.cache)
         self._rows.give_back(row.cache.buffer, row.tokens, row.cache.reach)
 
     def forget(self) -> None:
@@ -214,6 +224,7 @@ class Runner:
 
         ``io`` must stay as it is until the last forward has run.
         """
+        self.step.settle(row.cache)
         return Prefill(self, row, tokens, io)
 
     def prefill(self, row: Row, tokens: Sequence[int], io: ChunkIO) -> Prefilled:
@@ -234,34 +245,12 @@ class Runner:
         Raises:
             ModelError: If the forward pass fails.
         """
-        together = len(rows) > 1 and self.decoding != "serial"
-        if together:
-            logits = self._decode_together(rows, tokens)
-        else:
-            pairs = zip(rows, tokens, strict=True)
-            logits = torch.cat([self._decode_alone(row, token) for row, token in pairs])
+        logits = self.step.logits([row.cache for row in rows], tokens)
         for row, token in zip(rows, tokens, strict=True):
             row.cache.extend()
             if not self.cuts.exact:  # a forward of one row may round differently
                 row.tokens.append(token)
         return logits
-
-    def _decode_alone(self, row: Row, token: int) -> torch.Tensor:
-        row.cache.begin(row.length)
-        try:
-            return self._forward(row.cache, [[token]], row.length, 1)
-        finally:
-            row.cache.end(0)
-
-    def _decode_together(
-        self, rows: Sequence[Row], tokens: Sequence[int]
-    ) -> torch.Tensor:
-        caches = [row.cache for row in rows]
-        for cache in caches:
-            cache.touch()
-        positions = torch.tensor([[cache.length] for cache in caches])
-        ids = torch.tensor([[token] for token in tokens])
-        return self._logits(BatchCache(caches), ids, positions, 1)
 
     def try_segment(
         self,
@@ -331,32 +320,4 @@ class Runner:
         """
         positions = torch.arange(start, start + len(tokens[0]))
         positions.clamp_(max=start + count - 1)
-        return self._logits(cache, torch.tensor(tokens), positions[None], count)
-
-    def _logits(
-        self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, count: int
-    ) -> torch.Tensor:
-        """One forward; the logits of the ``count``-th token, ``[rows, vocabulary]``."""
-        options: dict[str, Any] = {self._cache_argument: cache}
-        if self._partial_logits:
-            # A tensor, not a number: with padding the last real row is not the last.
-            options["logits_to_keep"] = torch.tensor([count - 1], device=self._device)
-        try:
-            with torch.inference_mode():
-                output = self._model(
-                    input_ids=ids.to(self._device),
-                    position_ids=positions.to(self._device),
-                    use_cache=True,
-                    **options,
-                )
-        except PcrError:
-            raise  # not the model's: a read was lost, or whoever asked has gone
-        except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(
-                f"the forward pass ran out of memory: {error}; use a shorter prompt or "
-                "another device"
-            ) from error
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise ModelError(f"the forward pass failed: {error}") from error
-        logits: torch.Tensor = output.logits
-        return logits[:, -1] if self._partial_logits else logits[:, count - 1]
+        return self.call(cache, torch.tensor(tokens), positions[None], count)

@@ -21,6 +21,8 @@ from pcr_core.model.attention import (
 )
 from pcr_core.model.attention_probe import plan_attention
 from pcr_core.model.fingerprint import model_fields
+from pcr_core.model.graphs import graphs_for
+from pcr_core.model.graphs_probe import GraphsChoice, choose_graphs
 from pcr_core.model.lean import lean_candidates, lean_layers_installed
 from pcr_core.model.linear import plan_head, plan_layers, row_tiles_installed
 from pcr_core.model.loading import LoadedModel
@@ -46,12 +48,14 @@ class Prepared:
         namespace: Of the KV it computes.
         overlap: Which copies run beside it.
         chunk_tokens: Tokens per chunk.
+        graphs: Whether decode steps are recorded.
     """
 
     runner: Runner
     namespace: Namespace
     overlap: OverlapChoice
     chunk_tokens: int
+    graphs: GraphsChoice
 
 
 @contextmanager
@@ -100,8 +104,9 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
                 row_bytes=row_budget(config, loaded.device),
             )
             namespace = _namespace(fields, config, runner, loaded)
+            graphs = _graphs(loaded, config, runner)
             runner.make_ready()
-            yield Prepared(runner, namespace, overlap, chunk_tokens)
+            yield Prepared(runner, namespace, overlap, chunk_tokens, graphs)
     finally:
         loaded.model.train(training)
         delattr(loaded.model, _IN_USE)
@@ -150,6 +155,16 @@ def _overlap(
         return OverlapChoice(config.overlap)
     folder = config.cache_path / "probes"
     return choose_overlap(loaded, chunk_tokens, cuts, folder)
+
+
+def _graphs(loaded: LoadedModel, config: EngineConfig, runner: Runner) -> GraphsChoice:
+    graphs = graphs_for(loaded.device)
+    if graphs is None:
+        return GraphsChoice()
+    if config.cuda_graphs == "off":
+        return GraphsChoice(reason="cuda_graphs='off'")
+    room = resting_bytes(loaded.device)
+    return choose_graphs(loaded, runner, graphs, config.max_batch_size, room)
 
 
 def choose_cuts(config: EngineConfig, *, exact_is_free: bool) -> Cuts:

@@ -549,12 +549,12 @@ def test_nothing_of_an_answer_with_nan_is_stored(
 ) -> None:
     with opened(slots=40, batching=Batching(store_answers=True)) as bench:
         first = bench.finish(bench.request([5] * 40, max_tokens=30))
-        forward = bench.runner._logits
+        forward = bench.runner.call
 
         def poisoned(*args: Any) -> torch.Tensor:
             return torch.full_like(forward(*args), math.nan)
 
-        monkeypatch.setattr(bench.runner, "_logits", poisoned)
+        monkeypatch.setattr(bench.runner, "call", poisoned)
         while bench.loop.idle():
             pass
         monkeypatch.undo()

@@ -101,18 +101,18 @@ def test_rows_of_one_length_are_one_forward(
     opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened("llama") as runner:
-        calls, forward = [], runner._model.forward
+        calls, forward = [], runner.call._model.forward
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             calls.append(kwargs["input_ids"].shape)
             return forward(*args, **kwargs)
 
         rows = [filled_row(runner, length) for length in (20, 30, 40)]
-        monkeypatch.setattr(runner._model, "forward", counted)
+        monkeypatch.setattr(runner.call._model, "forward", counted)
         runner.decode(rows, [1, 2, 3])
         assert calls == [(3, 1)]
         assert [row.length for row in rows] == [21, 31, 41]
-        runner.decoding = "serial"
+        runner.step.decoding = "serial"
         runner.decode(rows, [1, 2, 3])
         assert calls[1:] == [(1, 1)] * 3
 
@@ -127,7 +127,7 @@ def test_a_step_that_fails_can_be_repeated(
         def broken(*_: Any) -> None:
             raise RuntimeError("kernel")
 
-        hook = runner._model.model.layers[2].register_forward_pre_hook(broken)
+        hook = runner.call._model.model.layers[2].register_forward_pre_hook(broken)
         with pytest.raises(ModelError, match="kernel"):
             runner.decode(rows, [140, 210])
         hook.remove()
