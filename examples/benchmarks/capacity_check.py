@@ -1,6 +1,6 @@
 """What ``pcr capacity`` predicts beside what the engine then does.
 
-    python -m examples.benchmarks.capacity_check --json check.json
+    python -m examples.benchmarks.capacity_check --dtypes float32
 
 Rates are measured first, on the same model and threads. Then the stream (W1-mini by
 default, from an empty cache) is predicted and served at each load. A load of 1 is the
@@ -16,22 +16,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from examples.benchmarks.common import (
-    arguments,
-    print_machine,
-    print_table,
-    quiet_transformers,
-    write_json,
-)
+from examples.benchmarks.common import arguments
 from examples.benchmarks.load_report import summary
 from examples.benchmarks.load_work import make_arrivals, recipe_for
+from examples.benchmarks.report import Run
 from examples.benchmarks.serve_load import (
     NOTHING,
     add_stream_arguments,
     serve,
     settings,
+    tell_failed,
 )
 from pcr_core import Engine, EngineConfig
 from pcr_core.config import parse_bytes
@@ -126,7 +120,7 @@ def check(
                     "rate": rate,
                     "predicted": predicted(forecasts[cache]),
                     "measured": measured_figures(summary(served)),
-                    "failed": served.failed,
+                    "failed": len(served.failed),
                 }
             )
     return runs
@@ -151,27 +145,18 @@ def main() -> None:
     add_stream_arguments(parser, caches=CACHES)
     parser.set_defaults(loads=[0.4, 0.8], dram_bytes="256MiB")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    about = print_machine()
-    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
+    with (
+        Run("capacity_check", options) as run,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         config = EngineConfig(**settings(options, Path(folder)))
         loaded = load(config)
         measured = measure(config, model=loaded.model, tokenizer=loaded.tokenizer)
         print(f"measured: {measured}")
         runs = check(options, Path(folder), loaded, measured)
-    print_table(HEAD, table_rows(runs))
-    for run in runs:
-        if run["failed"]:
-            print(f"{run['cache']} at {run['load']}: {len(run['failed'])} failed")
-    write_json(
-        options.json,
-        {
-            "machine": about,
-            "options": vars(options),
-            "measured": asdict(measured),
-            "runs": runs,
-        },
-    )
+        run.figures.update(measured=asdict(measured), runs=runs)
+        run.table(HEAD, table_rows(runs))
+        tell_failed(runs)
 
 
 if __name__ == "__main__":

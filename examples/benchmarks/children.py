@@ -30,9 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.benchmarks.proc import TICK, busy, group, machine_busy, stat
+
 CALM = 0.1  # seconds without a tick of CPU time after which a child counts as idle
 LONGEST = 10.0  # seconds to wait for that
-_TICK = os.sysconf("SC_CLK_TCK")
 _DIE_WITH_PARENT = (1, signal.SIGKILL)  # prctl(PR_SET_PDEATHSIG, ...)
 
 
@@ -120,12 +121,12 @@ class Child:
     @contextlib.contextmanager
     def turn(self) -> Iterator[Child]:
         """Let it run; afterwards wait until it is idle and stop it again."""
-        start, machine, mine = time.monotonic(), _machine_busy(), self._busy()
+        start, machine, mine = time.monotonic(), machine_busy(), self._busy()
         os.killpg(self._process.pid, signal.SIGCONT)
         yield self
         self._rest()
-        taken = _machine_busy() - machine - (self._busy() - mine)
-        self.others = max(0.0, taken / _TICK / (time.monotonic() - start))
+        taken = machine_busy() - machine - (self._busy() - mine)
+        self.others = max(0.0, taken / TICK / (time.monotonic() - start))
 
     def peak_bytes(self) -> int:
         """Largest resident sizes so far of it and all it started, summed."""
@@ -156,21 +157,11 @@ class Child:
         return found
 
     def _group(self) -> list[int]:
-        """All processes of its group; Linux only."""
-        stats = {}
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                with contextlib.suppress(OSError):
-                    stats[int(folder.name)] = _stat(int(folder.name))
-        return [pid for pid, stat in stats.items() if int(stat[2]) == self._process.pid]
+        return group(self._process.pid)
 
     def _busy(self) -> int:
         """CPU time of the group so far, in ticks."""
-        total = 0
-        for pid in self._group():
-            with contextlib.suppress(OSError):
-                total += sum(map(int, _stat(pid)[11:13]))
-        return total
+        return busy(self._group())
 
     def _rest(self) -> None:
         limit = time.monotonic() + LONGEST
@@ -181,7 +172,7 @@ class Child:
             if now == before:
                 break
             if time.monotonic() > limit:
-                spent = (now - before) / _TICK / CALM
+                spent = (now - before) / TICK / CALM
                 print(f"WARNING: idle, {self.name} still keeps {spent:.1f} cores busy")
                 break
             before = now
@@ -193,17 +184,5 @@ class Child:
 def _state(pid: int) -> str:
     """``"T"`` for stopped; ``"Z"`` also where it has ended meanwhile."""
     with contextlib.suppress(OSError):
-        return _stat(pid)[0]
+        return stat(pid)[0]
     return "Z"
-
-
-def _machine_busy() -> int:
-    """Ticks so far in which a core was not idle, or was taken away by the host."""
-    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
-    user, nice, system, _idle, _waiting, irq, softirq, steal = map(int, fields)
-    return user + nice + system + irq + softirq + steal
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of ``/proc/pid/stat`` from the state on."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -16,11 +16,11 @@ from typing import Any
 from examples.benchmarks.common import (
     Spread,
     arguments,
-    by_dtype,
     drop_page_cache,
     ratios,
     real_tokens,
 )
+from examples.benchmarks.report import by_dtype
 from pcr_core import Engine, EngineConfig, Result, SamplingParams
 from pcr_core.model.loading import load
 
@@ -98,7 +98,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64, 128])
     options = parser.parse_args()
-    by_dtype(options, HEAD, measure, rows_of)
+    by_dtype("chunk_sizes", options, HEAD, measure, rows_of)
 
 
 if __name__ == "__main__":

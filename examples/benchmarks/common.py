@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +63,21 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1076, help="prompt length")
-    parser.add_argument("--json", type=Path, help="write raw figures here")
+    output_arguments(parser)
     return parser
+
+
+def output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where a run writes, and whether it shows figures that may be wrong."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(".bench/results"),
+        help="folder for raw figures (JSON) and plots (PNG)",
+    )
+    parser.add_argument(
+        "--noisy", action="store_true", help="print tables even if other work ran"
+    )
 
 
 def real_tokens(tokenizer: Any, count: int, which: int = 0) -> list[int]:
@@ -88,27 +99,17 @@ def machine() -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = [line.split(":")[1].strip() for line in lines if "model name" in line]
         cpu = names[0] if names else cpu
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": cpu,
+        **({"gpu": ", ".join(gpus)} if gpus else {}),
         "cores": os.cpu_count(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "load_average": os.getloadavg()[0],
     }
-
-
-def print_machine() -> dict[str, Any]:
-    found = machine()
-    print("  ".join(f"{name} {value}" for name, value in found.items()))
-    if found["load_average"] > 0.5:
-        print(
-            f"WARNING: load average {found['load_average']:.1f}; if other work is "
-            "running, figures may be several times too slow: torch threads spin."
-        )
-    return found
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -117,43 +118,6 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in (head, ["-" * width for width in widths], *rows):
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("| " + " | ".join(cells) + " |")
-
-
-def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(figures, indent=1, default=str) + "\n")
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars of weights between the tables."""
-    transformers.utils.logging.disable_progress_bar()
-    yield
-
-
-def by_dtype(
-    options: argparse.Namespace,
-    head: Sequence[str],
-    measure: Callable[[str, Any, Path], Any],
-    rows_of: Callable[[str, Any], list[list[str]]],
-) -> None:
-    """Measure each dtype in turn, each in the same folder; print a table, write JSON.
-
-    Args:
-        options: From a parser made by ``arguments``.
-        head: Of the table.
-        measure: Takes a dtype, the options and a folder; returns raw figures.
-        rows_of: Makes rows of the table from a dtype and its figures.
-    """
-    torch.set_num_threads(options.threads)
-    results: dict[str, Any] = {"machine": print_machine()}
-    rows: list[list[str]] = []
-    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
-        for dtype in options.dtypes:
-            found = results[dtype] = measure(dtype, options, Path(folder))
-            rows += rows_of(dtype, found)
-    print_table(head, rows)
-    write_json(options.json, results)
 
 
 def drop_page_cache(folder: Path) -> int:

@@ -18,14 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.benchmarks.common import (
-    Spread,
-    arguments,
-    by_dtype,
-    ratios,
-    real_tokens,
-)
+from examples.benchmarks.common import Spread, arguments, ratios, real_tokens
 from examples.benchmarks.plain import PlainProcess
+from examples.benchmarks.report import by_dtype
 from pcr_core import Engine, EngineConfig, Result, SamplingParams
 
 HEAD = (
@@ -121,7 +116,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--output", type=int, default=64, help="tokens per answer")
     options = parser.parse_args()
-    by_dtype(options, HEAD, measure, rows_of)
+    by_dtype("decode", options, HEAD, measure, rows_of)
 
 
 if __name__ == "__main__":

@@ -10,25 +10,13 @@ exact because cold and warm run the same forwards.)
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from examples.benchmarks.common import (
-    Spread,
-    arguments,
-    print_machine,
-    print_table,
-    quiet_transformers,
-    ratios,
-    real_tokens,
-    timed,
-    write_json,
-)
+from examples.benchmarks.common import Spread, arguments, ratios, real_tokens, timed
 from examples.benchmarks.plain import Plain
+from examples.benchmarks.report import by_dtype
 from pcr_core import EngineConfig
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.fingerprint import kv_bytes
@@ -68,7 +56,8 @@ def void(_: object) -> None:
     """Drop a result."""
 
 
-def measure(dtype: str, options: Any, folder: Path) -> list[list[str]]:
+def measure(dtype: str, options: Any, folder: Path) -> dict[str, Any]:
+    """Seconds of each way to prefill, whether bits agree, bytes of a token's KV."""
     config = EngineConfig(
         model=options.model, cache_dir=folder, dtype=dtype, threads=options.threads
     )
@@ -90,19 +79,25 @@ def measure(dtype: str, options: Any, folder: Path) -> list[list[str]]:
                     sample[name].append(seconds)
         whole = prefill(loaded, shape_independent(), tokens)
         same = {
-            (name, chunk): prefill(loaded, cuts(chunk), tokens) == whole
+            f"{name} {chunk}": prefill(loaded, cuts(chunk), tokens) == whole
             for chunk in SIZES
             for name, cuts in (("exact", _cut), ("grid", grid))
         }
+    numbers = sum(
+        shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in loaded.shapes
+    )
+    size = numbers * loaded.dtype.itemsize
+    return {"seconds": sample, "same": same, "bytes per token": size}
+
+
+def rows_of(dtype: str, found: dict[str, Any]) -> list[list[str]]:
+    """One row a chunk size: ms (quartiles) = ratio to stock within rounds."""
+    sample, same, size = found["seconds"], found["same"], found["bytes per token"]
 
     def cell(name: str) -> str:
         ratio = ratios(sample[name], sample["stock"])
         return f"{Spread.of(sample[name]).ms()} = {ratio.median:.2f}"
 
-    bytes_per_token = sum(
-        shape.kv_heads * (shape.k_dim + shape.v_dim) for shape in loaded.shapes
-    )
-    size = bytes_per_token * loaded.dtype.itemsize
     return [
         [
             dtype,
@@ -111,9 +106,9 @@ def measure(dtype: str, options: Any, folder: Path) -> list[list[str]]:
             Spread.of(sample["stock"]).ms(),
             cell("exact one shot"),
             cell(f"exact {chunk}"),
-            "yes" if same["exact", chunk] else "no",
+            "yes" if same[f"exact {chunk}"] else "no",
             cell(f"grid {chunk}"),
-            "yes" if same["grid", chunk] else "no",
+            "yes" if same[f"grid {chunk}"] else "no",
         ]
         for chunk in SIZES
     ]
@@ -121,18 +116,9 @@ def measure(dtype: str, options: Any, folder: Path) -> list[list[str]]:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    about = print_machine()
-    rows: list[list[str]] = []
-    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
-        for dtype in options.dtypes:
-            rows += measure(dtype, options, Path(folder))
-    print("cold prefill in ms (quartiles) = ratio to stock, within rounds")
     head = ("dtype", "chunk", "MiB", "stock", "exact, one shot", "exact, chunked",
             "same bits", "grid", "same bits")  # fmt: skip
-    print_table(head, rows)
-    write_json(options.json, {"machine": about, "head": head, "rows": rows})
+    by_dtype("exact_modes", parser.parse_args(), head, measure, rows_of)
 
 
 if __name__ == "__main__":

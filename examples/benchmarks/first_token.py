@@ -19,13 +19,13 @@ from typing import Any
 from examples.benchmarks.common import (
     Spread,
     arguments,
-    by_dtype,
     drop_page_cache,
     ratios,
     real_tokens,
     sequential_read,
 )
 from examples.benchmarks.plain import PlainProcess
+from examples.benchmarks.report import by_dtype
 from pcr_core import Engine, EngineConfig, Result, SamplingParams
 
 ONE = SamplingParams(max_tokens=1)
@@ -149,7 +149,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--chunk-tokens", type=int, default=32)
     options = parser.parse_args()
-    by_dtype(options, HEAD, measure, rows_of)
+    by_dtype("first_token", options, HEAD, measure, rows_of)
 
 
 if __name__ == "__main__":

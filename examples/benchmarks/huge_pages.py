@@ -15,12 +15,12 @@ import mmap
 import random
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from examples.benchmarks.common import Spread, print_machine, print_table, write_json
+from examples.benchmarks.common import Spread, output_arguments, ratios
+from examples.benchmarks.report import Run
 from pcr_core.index.chunk import ChunkLayout, LayerShape
 from pcr_core.tiers import HostPool, Slot
 from pcr_core.tiers.slabs import Slab, SlabPlan
@@ -76,25 +76,29 @@ def measure(new_slab: Callable[[int], Slab]) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write raw figures here")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {"machine": print_machine(), "usual": [], "huge": []}
-    for _ in range(options.rounds):
+def measure_both(run: Run) -> None:
+    """Each kind of pages in turn, in every round."""
+    results: dict[str, Any] = run.figures
+    results.update({kind: [] for kind in KINDS})
+    for _ in range(run.options.rounds):
         for kind, source in zip(KINDS, (usual_pages, Slab), strict=True):
             results[kind].append(measure(source))
     rows = []
     for name in results["huge"][0]:
         usual, huge = ([one[name] for one in results[kind]] for kind in KINDS)
-        ratios = [b / a for a, b in zip(usual, huge, strict=True)]
         micro = [f"{Spread.of(one).median * 1e6:.0f}" for one in (usual, huge)]
-        rows.append([name, *micro, f"{Spread.of(ratios).median:.2f}"])
-    print(f"microseconds per chunk of {LAYOUT.nbytes} bytes; medians")
-    print_table(("", "usual pages", "huge pages", "ratio"), rows)
-    write_json(options.json, results)
+        rows.append([name, *micro, f"{ratios(huge, usual).median:.2f}"])
+    title = f"microseconds per chunk of {LAYOUT.nbytes} bytes; medians"
+    run.table(("", "usual pages", "huge pages", "ratio"), rows, title)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    output_arguments(parser)
+    parser.set_defaults(threads=1)
+    with Run("huge_pages", parser.parse_args()) as run:
+        measure_both(run)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ import random
 import time
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-from examples.benchmarks.common import print_machine, print_table, write_json
+from examples.benchmarks.common import output_arguments
+from examples.benchmarks.report import Run
 from pcr_core.index.chunk import ChunkKey
 from pcr_core.index.eviction import Adaptive, make_policy
 from pcr_core.index.look_ahead import LookAhead
@@ -190,9 +189,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", nargs="+", type=int, default=[10**4, 10**5, 10**6])
     parser.add_argument("--policies", nargs="+", default=["lookahead-lru", "pgdsf"])
-    parser.add_argument("--json", type=Path, help="write raw figures here")
-    options = parser.parse_args(argv)
-    results: dict[str, Any] = {"machine": print_machine()}
+    output_arguments(parser)
+    with Run("index_scale", parser.parse_args(argv)) as run:
+        measure_all(run)
+
+
+def measure_all(run: Run) -> None:
+    """Each policy at each size."""
+    options, results = run.options, run.figures
     rows = []
     for policy in options.policies:
         for size in options.sizes:
@@ -200,10 +204,9 @@ def main(argv: list[str] | None = None) -> None:
             figures = [f"{value:.2f}" for value in found.values()]
             figures[-1] = f"{found['bytes per node']:.0f}"
             rows.append([policy, f"{size:,}", *figures])
-    print_table(["policy", "nodes", *WORK, "bytes per node"], rows)
+    run.table(["policy", "nodes", *WORK, "bytes per node"], rows)
     adaptive = results["adaptive"] = measure_adaptive(min(options.sizes))
     print(f"adaptive: {adaptive:.2f} us per chunk and candidate")
-    write_json(options.json, results)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from examples.benchmarks.report import Run
     from examples.benchmarks.serve_load import Served
 
 PERCENTILES = (50, 75, 90, 95, 99)
@@ -78,43 +81,38 @@ def table_rows(runs: Iterable[dict[str, Any]]) -> list[list[str]]:
     return [[*row, *[""] * (width - len(row))] for row in rows]
 
 
-def draw_plots(runs: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """PNG files of each time's mean, P50 and P99, and of hit rates, over the rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    caches = list(dict.fromkeys(run["cache"] for run in runs))
-    written = []
+def draw_plots(run: Run, runs: Sequence[dict[str, Any]]) -> None:
+    """Plots of each time's mean, P50 and P99, and of hit rates, over the rate."""
     for name, title in TIMES.items():
-        figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.5), constrained_layout=True)
-        for axis, metric in zip(axes, ("mean", "P50", "P99"), strict=True):
-            for cache in caches:
-                mine = [run for run in runs if run["cache"] == cache]
-                rates = [run["rate"] for run in mine]
-                values = [run[name][metric] * 1e3 for run in mine]
-                axis.plot(rates, values, marker="o", label=cache)
-            axis.set(xlabel="requests per second", ylabel=f"{title}, {metric}, ms")
-            axis.set_ylim(bottom=0)
-        axes[0].legend(title="cache")
-        written.append(_save(figure, folder / f"{name}.png"))
-        pyplot.close(figure)
-    figure, axis = pyplot.subplots(figsize=(6, 3.5), constrained_layout=True)
-    for cache in caches:
-        mine = [run for run in runs if run["cache"] == cache]
-        rates = [run["rate"] for run in mine]
-        shares = [100 * run["hit_rate"] for run in mine]
-        axis.plot(rates, shares, marker="o", label=cache)
+        run.plot(name, partial(_times, runs=runs, name=name, title=title))
+    run.plot("hit_rate", partial(_hit_rates, runs=runs))
+
+
+def _times(
+    figure: Figure, runs: Sequence[dict[str, Any]], name: str, title: str
+) -> None:
+    figure.set_size_inches(12, 3.5)
+    for axis, metric in zip(figure.subplots(1, 3), ("mean", "P50", "P99"), strict=True):
+        for cache, mine in _by_cache(runs):
+            values = [one[name][metric] * 1e3 for one in mine]
+            axis.plot([one["rate"] for one in mine], values, marker="o", label=cache)
+        axis.set(xlabel="requests per second", ylabel=f"{title}, {metric}, ms")
+        axis.set_ylim(bottom=0)
+        axis.legend(title="cache")
+
+
+def _hit_rates(figure: Figure, runs: Sequence[dict[str, Any]]) -> None:
+    axis = figure.subplots()
+    for cache, mine in _by_cache(runs):
+        shares = [100 * one["hit_rate"] for one in mine]
+        axis.plot([one["rate"] for one in mine], shares, marker="o", label=cache)
     axis.set(xlabel="requests per second", ylabel="prompt tokens reused, %")
     axis.set_ylim(0, 100)
     axis.legend(title="cache")
-    written.append(_save(figure, folder / "hit_rate.png"))
-    pyplot.close(figure)
-    return written
 
 
-def _save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, dpi=150)
-    return path
+def _by_cache(
+    runs: Sequence[dict[str, Any]],
+) -> list[tuple[str, list[dict[str, Any]]]]:
+    names = dict.fromkeys(one["cache"] for one in runs)
+    return [(name, [one for one in runs if one["cache"] == name]) for name in names]

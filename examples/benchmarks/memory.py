@@ -17,17 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
-from examples.benchmarks.common import (
-    arguments,
-    print_machine,
-    print_table,
-    quiet_transformers,
-    real_tokens,
-    write_json,
-)
+from examples.benchmarks.common import arguments, real_tokens
 from examples.benchmarks.first_token import ONE
 from examples.benchmarks.plain import Plain
+from examples.benchmarks.report import Run
 from pcr_core import Engine, EngineConfig
 
 MIB = 2**20
@@ -89,27 +84,25 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.side:
-        run = run_plain if options.side == "plain" else run_engine
-        with quiet_transformers():
-            print(json.dumps(run(options.dtypes[0], options)))
+        side = run_plain if options.side == "plain" else run_engine
+        transformers.utils.logging.disable_progress_bar()
+        print(json.dumps(side(options.dtypes[0], options)))
         return
-    about = print_machine()
     rows = []
-    results: dict[str, Any] = {"machine": about}
-    with tempfile.TemporaryDirectory() as folder:
+    with Run("memory", options) as run, tempfile.TemporaryDirectory() as folder:
+        run.vouch()  # bytes, not seconds
         options.folder = Path(folder)
         for dtype in options.dtypes:
             in_child("engine", dtype, options)  # converts the model, runs the probes
             engine, plain = (in_child(s, dtype, options) for s in ("engine", "plain"))
             extra = engine["peak"] - plain["peak"]
             allowed = 1.1 * (DRAM + engine["working"])
-            results[dtype] = {"engine": engine, "plain": plain, "extra": extra}
+            run.figures[dtype] = {"engine": engine, "plain": plain, "extra": extra}
             figures = (plain["peak"], engine["peak"], extra, allowed, engine["working"])
             rows.append([dtype, *(f"{figure / MIB:.0f}" for figure in figures)])
-    print(f"MiB, {options.prompts} prompts, DRAM budget {DRAM // MIB}")
-    head = ("dtype", "plain peak", "engine peak", "extra", "allowed", "working KV")
-    print_table(head, rows)
-    write_json(options.json, results)
+        head = ("dtype", "plain peak", "engine peak", "extra", "allowed", "working KV")
+        title = f"MiB, {options.prompts} prompts, DRAM budget {DRAM // MIB}"
+        run.table(head, rows, title)
 
 
 if __name__ == "__main__":

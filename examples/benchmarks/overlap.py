@@ -22,18 +22,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from examples.benchmarks.common import (
-    Spread,
-    arguments,
-    print_machine,
-    print_table,
-    quiet_transformers,
-    ratios,
-    real_tokens,
-    write_json,
-)
+from examples.benchmarks.common import Spread, arguments, ratios, real_tokens
+from examples.benchmarks.report import Run
 from pcr_core import EngineConfig, SamplingParams
 from pcr_core.index.chunk import ChunkLayout, chunk_keys
 from pcr_core.loop import EngineLoop
@@ -229,39 +219,33 @@ def model_row(
     ]
 
 
+MEASURED = ("dtype", "matched (tokens)", "none, ms", "up / none", "down / none",
+            "both / none", "auto / none")  # fmt: skip
+MODELLED = ("dtype", "matched (tokens)", "load, ms a layer", "compute", "offload",
+            "rest, ms", "T up / none", "T down / none", "T both / none")  # fmt: skip
+
+
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--chunk-tokens", type=int, default=64)
     parser.add_argument("--matched", type=float, nargs="+", default=list(MATCHED))
     parser.set_defaults(tokens=1280)  # in chunks of 64, every ratio comes out even
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    about = print_machine()
-    if torch.cuda.is_available():
-        about["gpu"] = torch.cuda.get_device_name()
-        print(f"gpu {about['gpu']}")
-    results: dict[str, Any] = {"machine": about}
     measured: list[list[str]] = []
     modelled: list[list[str]] = []
-    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
+    with Run("overlap", options) as run, tempfile.TemporaryDirectory() as folder:
         for dtype in options.dtypes:
             bench = Bench(dtype, options, Path(folder))
             print(f"{dtype}: {bench.cuts} prefill, auto is {bench.choice}")
             choice = dataclasses.asdict(bench.choice)
-            found = results[dtype] = {"choice": choice, "matched": {}}
+            found = run.figures[dtype] = {"choice": choice, "matched": {}}
             for ratio in options.matched:
                 one = found["matched"][ratio] = bench.measure(ratio)
                 measured.append(row_of(dtype, ratio, one))
                 modelled.append(model_row(dtype, ratio, one, bench.layers))
             bench.close()
-    head = ("dtype", "matched (tokens)", "none, ms", "up / none", "down / none",
-            "both / none", "auto / none")  # fmt: skip
-    print_table(head, measured)
-    head = ("dtype", "matched (tokens)", "load, ms a layer", "compute", "offload",
-            "rest, ms", "T up / none", "T down / none", "T both / none")  # fmt: skip
-    print("\nThe model, from one layer's times without overlap:")
-    print_table(head, modelled)
-    write_json(options.json, results)
+        run.table(MEASURED, measured)
+        run.table(MODELLED, modelled, "From one layer's times without overlap:")
 
 
 if __name__ == "__main__":

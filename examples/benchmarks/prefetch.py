@@ -18,12 +18,12 @@ from typing import Any
 from examples.benchmarks.common import (
     Spread,
     arguments,
-    by_dtype,
     drop_page_cache,
     ratios,
     real_tokens,
     sequential_read,
 )
+from examples.benchmarks.report import by_dtype
 from pcr_core import Engine, EngineConfig, Result, SamplingParams
 
 MODES = ("best_effort", "wait_complete", "off")
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--queue", type=int, default=8, help="requests at once")
     parser.add_argument("--output", type=int, default=8, help="tokens per answer")
     options = parser.parse_args()
-    by_dtype(options, HEAD, measure, rows_of)
+    by_dtype("prefetch", options, HEAD, measure, rows_of)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from examples.benchmarks.common import (
-    Spread,
-    arguments,
-    print_machine,
-    print_table,
-    ratios,
-    timed,
-    write_json,
-)
+from examples.benchmarks.common import Spread, arguments, ratios, timed
+from examples.benchmarks.report import Run
 from pcr_core import SamplingParams
 from pcr_core.model.sampling import Sampler
 
@@ -85,9 +78,12 @@ def seconds(choose: Callable[[int], Any]) -> float:
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0]).parse_args()
-    torch.set_num_threads(options.threads)
-    results: dict[str, Any] = {"machine": print_machine()}
+    with Run("sampling", arguments(__doc__.splitlines()[0]).parse_args()) as run:
+        measure(run)
+
+
+def measure(run: Run) -> None:
+    """Both sides in turn, in every round."""
     noise = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(CALLS, VOCABULARY, generator=noise)
     history = torch.randint(0, VOCABULARY, (HISTORY,), generator=noise).tolist()
@@ -96,17 +92,16 @@ def main() -> None:
         sides = {"ours": ours, "transformers": theirs}
         choosers = {who: make(case, history, logits) for who, make in sides.items()}
         sample: dict[str, list[float]] = {who: [] for who in choosers}
-        for index in range(-1, options.rounds):  # the first round warms up
+        for index in range(-1, run.options.rounds):  # the first round warms up
             for who, choose in choosers.items():
                 taken = seconds(choose)
                 if index >= 0:
                     sample[who].append(taken)
-        results[name] = sample
+        run.figures[name] = sample
         figures = (1e3 * Spread.of(sample[who]).median for who in sides)
         ratio = ratios(sample["ours"], sample["transformers"]).ratio()
         rows.append([name, *(f"{figure:.2f}" for figure in figures), ratio])
-    print_table(("sampling", "ours, ms", "transformers, ms", "ratio"), rows)
-    write_json(options.json, results)
+    run.table(("sampling", "ours, ms", "transformers, ms", "ratio"), rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Requests that arrive at random: latency, queueing and throughput over the load.
 
-    python -m examples.benchmarks.serve_load --plots plots/
+    python -m examples.benchmarks.serve_load
 
 The streams are those of the simulator (W1-mini by default; ``--document-tokens``
 scales them to the model), in real text, with Poisson arrivals. A load of 1 is the rate
@@ -25,17 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from examples.benchmarks.common import (
-    arguments,
-    print_machine,
-    print_table,
-    quiet_transformers,
-    write_json,
-)
+from examples.benchmarks.common import arguments
 from examples.benchmarks.load_report import METRICS, draw_plots, summary, table_rows
 from examples.benchmarks.load_work import Arrival, make_arrivals, recipe_for
+from examples.benchmarks.report import Run
 from pcr_core import Completion, Engine, EngineConfig, PcrError, Result, SamplingParams
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.simulator.workloads import RECIPES
@@ -213,21 +206,20 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     add_stream_arguments(parser, CACHES)
     parser.add_argument("--concurrency", type=int, help="requests under way at most")
-    parser.add_argument("--plots", type=Path, help="write PNG files to this folder")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    about = print_machine()
-    with quiet_transformers(), tempfile.TemporaryDirectory() as folder:
+    with Run("serve_load", options) as run, tempfile.TemporaryDirectory() as folder:
         loaded = load(EngineConfig(**settings(options, Path(folder))))
-        runs = measure(options, Path(folder), loaded)
-    print_table(("cache", "load", "req/s", "metric", *METRICS), table_rows(runs))
+        runs = run.figures["runs"] = measure(options, Path(folder), loaded)
+        tell_failed(runs)
+        run.table(("cache", "load", "req/s", "metric", *METRICS), table_rows(runs))
+        draw_plots(run, runs)
+
+
+def tell_failed(runs: Sequence[dict[str, Any]]) -> None:
+    """Say which runs have requests without an answer."""
     for run in runs:
         if run["failed"]:
             print(f"{run['cache']} at {run['load']}: {run['failed']} failed")
-    if options.plots is not None:
-        for path in draw_plots(runs, options.plots):
-            print(f"wrote {path}")
-    write_json(options.json, {"machine": about, "options": vars(options), "runs": runs})
 
 
 if __name__ == "__main__":

