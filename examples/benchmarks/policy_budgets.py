@@ -22,7 +22,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from examples.benchmarks.common import ratios
+from examples.benchmarks.common import output_arguments, ratios
 from examples.benchmarks.policies import Map, mapping
 from examples.benchmarks.report import Run
 from pcr_core.simulator.contenders import contenders
@@ -303,11 +303,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--load", type=float, default=0.9)
     parser.add_argument("--rates", type=Path, help="rates.json; default: 7B on an A10G")
-    parser.add_argument("--out", type=Path, default=Path(".bench/results"))
+    output_arguments(parser)
     options = parser.parse_args()
-    # The figures are simulated: other work on the machine does not change them.
-    options.noisy = True
     with Run("policy_budgets", options) as run, mapping(options.jobs) as over:
+        run.vouch()  # simulated
         measure(over, options, run)
 
 

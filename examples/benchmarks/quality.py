@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from examples.benchmarks.answer_scores import Difference, LogProbs, Quality, Reply
-from examples.benchmarks.common import arguments, quiet_transformers
+from examples.benchmarks.common import arguments
 from examples.benchmarks.quality_questions import (
     INSTRUCTIONS,
     Asked,
@@ -362,10 +362,9 @@ def main() -> None:
     parser.add_argument("--ssd", default="1GiB", help="budget of SSD")
     parser.set_defaults(dtypes=["float32"])
     options = parser.parse_args()
-    # The figures do not depend on the clock: other work on the machine is no matter.
-    options.noisy = True
-    torch.set_num_threads(1)  # for the search: the engines have a team of their own
-    with Run("quality", options) as run, quiet_transformers():
+    with Run("quality", options) as run:
+        run.vouch()  # no figure depends on the clock
+        torch.set_num_threads(1)  # for the search: the engines have their own threads
         questions = real_questions(options.documents, options.words, options.questions)
         same: list[list[str]] = []
         others: list[list[str]] = []
