@@ -1,4 +1,4 @@
-"""What reuse does to answers: nothing in exact mode, rounding without, and what orders do.
+"""Whether answers change with reuse, and with the order of documents.
 
     python -m examples.benchmarks.quality
 
@@ -309,17 +309,35 @@ DIFFERENCE = ("same answer", "same bits", "KL mean", "KL most", "NLL - reference
 
 
 class Tables:
-    """Rows of both tables, and the raw figures, as settings are run."""
+    """Rows of both tables, and the raw figures, as settings are run.
 
-    def __init__(self, dtype: str, questions: Sequence[Asked]) -> None:
-        self._dtype = dtype
+    Args:
+        dtype: Of the model.
+        questions: Which have been asked.
+        done: Called after each row.
+
+    Attributes:
+        figures: By name of the setting.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        questions: Sequence[Asked],
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._dtype, self._done = dtype, done
         self._answers = [asked.answers for asked in questions]
         self.figures: dict[str, Any] = {}
 
     def row(
-        self, name: str, replies: Sequence[Reply], reference: Sequence[Reply]
+        self,
+        name: str,
+        replies: Sequence[Reply],
+        reference: Sequence[Reply],
+        cache: dict[str, Any] | None = None,
     ) -> list[str]:
-        """One row: how good, and how far from the reference."""
+        """One row: how good, and how far from the reference; ``cache``: counters."""
         quality = Quality.of(replies, self._answers)
         difference = Difference.between(reference, replies)
         self.figures[name] = {
@@ -327,7 +345,9 @@ class Tables:
             "difference": asdict(difference),
             "texts": [reply.text for reply in replies],
             "nll": [reply.nll for reply in replies],
+            "cache": cache,
         }
+        self._done()
         cells = quality_cells(quality), difference_cells(difference)
         return [self._dtype, name, *cells[0], *cells[1]]
 
@@ -341,14 +361,12 @@ def measure(bench: Bench, tables: Tables) -> tuple[list[list[str]], list[list[st
     ]
     same.append(tables.row("stock transformers", bench.stock(), exact))
     for setting in REUSE:
-        found = bench.run(setting)
-        same.append(tables.row(setting.name, found.replies, ran[setting.exact]))
-        tables.figures[setting.name]["cache"] = found.cache
+        found, reference = bench.run(setting), ran[setting.exact]
+        same.append(tables.row(setting.name, found.replies, reference, found.cache))
     others = [tables.row("as found, recomputed", exact, exact)]
     for setting in ORDERS:
         found = bench.run(setting)
-        others.append(tables.row(setting.name, found.replies, exact))
-        tables.figures[setting.name]["cache"] = found.cache
+        others.append(tables.row(setting.name, found.replies, exact, found.cache))
     return same, others
 
 
@@ -370,11 +388,11 @@ def main() -> None:
         others: list[list[str]] = []
         with tempfile.TemporaryDirectory() as folder:
             for dtype in options.dtypes:
-                tables = Tables(dtype, questions)
+                tables = Tables(dtype, questions, run.save)
+                run.figures[dtype] = tables.figures
                 found = measure(Bench(questions, options, dtype, Path(folder)), tables)
                 same += found[0]
                 others += found[1]
-                run.figures[dtype] = tables.figures
         show(run, same, others)
 
 
