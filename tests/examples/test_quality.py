@@ -8,9 +8,23 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from examples.benchmarks import quality
 from examples.benchmarks.answer_scores import Difference
-from examples.benchmarks.quality import REFERENCES, REUSE, Bench, Setting, Tables
+from examples.benchmarks.quality import (
+    DIFFERENCE,
+    QUALITY,
+    REFERENCES,
+    REUSE,
+    Tables,
+)
+from examples.benchmarks.quality_asking import (
+    Bench,
+    Setting,
+    alone,
+    by_cache,
+    gold_of,
+    together,
+    turned_round,
+)
 from examples.benchmarks.quality_questions import (
     Asked,
     answerable,
@@ -104,7 +118,7 @@ def test_exact_reuse_changes_no_bit(bench, asked):
     reference = bench.run(REFERENCES[0]).replies
     assert [reply.reused for reply in reference] == [0] * len(asked)
     exact = [setting for setting in REUSE if setting.exact]
-    assert {setting.way for setting in exact} == {quality.alone, quality.together}
+    assert {setting.way for setting in exact} == {alone, together}
     for setting in exact:
         found = bench.run(setting)
         difference = Difference.between(reference, found.replies)
@@ -116,7 +130,7 @@ def test_exact_reuse_changes_no_bit(bench, asked):
 
 def test_another_order_is_another_prompt(bench, asked):
     reference = bench.run(REFERENCES[0]).replies
-    turned = Setting("reversed", True, 32, order=quality.turned_round)
+    turned = Setting("reversed", True, 32, order=turned_round)
     difference = Difference.between(reference, bench.run(turned).replies)
     assert difference.same_bits == 0
 
@@ -125,7 +139,7 @@ def test_orders_of_the_engine(bench, asked):
     seen = []
 
     def order(engine, one):
-        seen.append(quality.by_cache(engine, one))
+        seen.append(by_cache(engine, one))
         return seen[-1]
 
     bench.run(Setting("cache", True, 32, order=order))
@@ -142,7 +156,7 @@ def test_stock_transformers_say_the_same_but_for_rounding(
         ids = tiny_tokenizer.apply_chat_template(
             messages(one, one.documents), add_generation_prompt=True, return_dict=False
         )
-        gold = quality.gold_of(tiny_tokenizer, one)
+        gold = gold_of(tiny_tokenizer, one)
         tokens, dists = _answer(tiny_llama, Prompt(tuple(ids), gold), limit=3)
         assert tokens == own.tokens
         assert dists == pytest.approx(own.gold, abs=1e-3)
@@ -155,7 +169,7 @@ def test_rows_say_how_good_and_how_far(bench, asked):
     replies = bench.run(REFERENCES[0]).replies
     tables = Tables("float32", asked)
     row = tables.row("name", replies, replies)
-    head = ("dtype", "same prompts", *quality.QUALITY, *quality.DIFFERENCE)
+    head = ("dtype", "same prompts", *QUALITY, *DIFFERENCE)
     assert len(row) == len(head)
     assert row[:3] == ["float32", "name", "0%"]
     assert row[-5:] == ["5 of 5", "5 of 5", "0", "0", "0"]
