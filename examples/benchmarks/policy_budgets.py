@@ -247,19 +247,19 @@ def as_records(names: Sequence[str], found: dict[Any, list[Any]]) -> list[Any]:
 def measure(over: Map, options: argparse.Namespace, run: Run) -> None:
     seeds = range(options.seeds)
     rates = read_rates(options.rates) if options.rates else SEVEN_BILLION
+    run.figures["rates"] = rates.as_dict()
     places = list(product(STREAMS, BUDGETS))
-    policies = per_key(
-        over, partial(by_policy, rates=rates, load=options.load), places, seeds
-    )
+    work = partial(by_policy, rates=rates, load=options.load)
+    policies = per_key(over, work, places, seeds)
+    run.figures["policies"] = as_records(("stream", "budget"), policies)
+    run.save()
     tiers = per_key(over, by_tier, places, seeds)
+    run.figures["tiers"] = as_records(("stream", "budget"), tiers)
     windows: dict[Any, list[Any]] = {}
     for load in LOADS:
         keys = list(product(WINDOW_STREAMS, WINDOW_BUDGETS))
         found = per_key(over, partial(by_window, load=load), keys, seeds)
         windows |= {(*key, load): samples for key, samples in found.items()}
-    run.figures["rates"] = rates.as_dict()
-    run.figures["policies"] = as_records(("stream", "budget"), policies)
-    run.figures["tiers"] = as_records(("stream", "budget"), tiers)
     run.figures["windows"] = as_records(("stream", "budget", "load"), windows)
     show(run, options, policies, tiers, windows)
 

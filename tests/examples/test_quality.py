@@ -106,16 +106,20 @@ def asked():
     ]
 
 
-@pytest.fixture
-def bench(asked, tiny_llama_dir, tmp_path):
+@pytest.fixture(scope="module")
+def bench(asked, tiny_llama_dir, tmp_path_factory):
     options = argparse.Namespace(
         model=str(tiny_llama_dir), threads=1, max_tokens=3, dram="1MiB", ssd="64MiB"
     )
-    return Bench(asked, options, "float32", tmp_path)
+    return Bench(asked, options, "float32", tmp_path_factory.mktemp("quality"))
 
 
-def test_exact_reuse_changes_no_bit(bench, asked):
-    reference = bench.run(REFERENCES[0]).replies
+@pytest.fixture(scope="module")
+def reference(bench):
+    return bench.run(REFERENCES[0]).replies
+
+
+def test_exact_reuse_changes_no_bit(bench, asked, reference):
     assert [reply.reused for reply in reference] == [0] * len(asked)
     exact = [setting for setting in REUSE if setting.exact]
     assert {setting.way for setting in exact} == {alone, together}
@@ -128,8 +132,7 @@ def test_exact_reuse_changes_no_bit(bench, asked):
         assert np.exp(reply.gold).sum(axis=1) == pytest.approx(1.0)
 
 
-def test_another_order_is_another_prompt(bench, asked):
-    reference = bench.run(REFERENCES[0]).replies
+def test_another_order_is_another_prompt(bench, asked, reference):
     turned = Setting("reversed", True, 32, order=turned_round)
     difference = Difference.between(reference, bench.run(turned).replies)
     assert difference.same_bits == 0
@@ -149,9 +152,8 @@ def test_orders_of_the_engine(bench, asked):
 
 
 def test_stock_transformers_say_the_same_but_for_rounding(
-    bench, asked, tiny_llama, tiny_tokenizer
+    asked, reference, tiny_llama, tiny_tokenizer
 ):
-    reference = bench.run(REFERENCES[0]).replies
     for own, one in zip(reference, asked, strict=True):
         ids = tiny_tokenizer.apply_chat_template(
             messages(one, one.documents), add_generation_prompt=True, return_dict=False
@@ -165,10 +167,9 @@ def test_stock_transformers_say_the_same_but_for_rounding(
 # --- tables ---
 
 
-def test_rows_say_how_good_and_how_far(bench, asked):
-    replies = bench.run(REFERENCES[0]).replies
+def test_rows_say_how_good_and_how_far(asked, reference):
     tables = Tables("float32", asked)
-    row = tables.row("name", replies, replies)
+    row = tables.row("name", reference, reference)
     head = ("dtype", "same prompts", *QUALITY, *DIFFERENCE)
     assert len(row) == len(head)
     assert row[:3] == ["float32", "name", "0%"]
