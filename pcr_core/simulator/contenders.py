@@ -28,6 +28,10 @@ NAMES = (
 ``pgdsf+memory`` is the engine's ``"pgdsf"``. ``gdsf``, ``pgdsf`` without memory, and
 both ``lfu`` are for comparison only. The last one knows the future."""
 
+USUAL = tuple(name for name in NAMES if name not in ("gdsf", "lfu"))
+"""Those that tell something where all tokens cost the same: ``gdsf`` is ``pgdsf``
+there, and ``lfu`` lags behind ``lfu+memory``."""
+
 
 class Lfu:
     """Least frequently used first, ties to the least recently used.
