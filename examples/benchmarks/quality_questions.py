@@ -14,7 +14,7 @@ Search = Callable[[str, int], Sequence[Plot]]
 """A question and a number to the best documents, best first."""
 Message = dict[str, str]
 
-INSTRUCTIONS = "Answer the question with a few words from the passages."
+INSTRUCTIONS = "You answer questions about passages."
 LONGEST_ANSWER = 8
 """Words. Longer reference answers are retellings, not answers."""
 
@@ -91,9 +91,10 @@ def real_questions(documents: int, words: int, count: int) -> list[Asked]:
 def messages(asked: Asked, documents: Sequence[Plot]) -> list[Message]:
     """Instructions, the documents in this order, the question."""
     passages = "\n\n".join(f"Passage: {plot.text}" for plot in documents)
+    question = f"Question: {asked.question}\nAnswer in a few words."
     return [
         {"role": "system", "content": INSTRUCTIONS},
-        {"role": "user", "content": f"{passages}\n\nQuestion: {asked.question}"},
+        {"role": "user", "content": f"{passages}\n\n{question}"},
     ]
 
 
