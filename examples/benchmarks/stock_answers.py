@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from examples.benchmarks.answer_scores import LogProbs
@@ -43,6 +44,7 @@ def _answers(
     path: str, dtype: str, threads: int, prompts: Sequence[Prompt], limit: int
 ) -> list[Said]:
     torch.set_num_threads(threads)
+    transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     model.eval()
     return [_answer(model, prompt, limit) for prompt in prompts]
