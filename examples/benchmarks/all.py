@@ -53,7 +53,11 @@ EXPERIMENTS = (
     Experiment("slow_disk", "reads layer by layer from a slow disk", SHORT),
     Experiment("prefetch", "reads while requests wait", SHORT),
     Experiment("memory", "peak memory", f"{SHORT} --prompts 2"),
-    Experiment("speculation", "prefill beside the search", f"{SHORT} --questions 2"),
+    Experiment(
+        "speculation",
+        "prefill beside the search",
+        f"{SHORT} --questions 2 --others 1000",
+    ),
     Experiment("serve_load", "latency over the request rate", "--requests 6"),
     Experiment("capacity_check", "prediction beside measurement", "--requests 6"),
     Experiment(

@@ -2,25 +2,43 @@
 
 The dynamic speculative pipelining of RAGCache (arXiv 2404.12457, section 5.3), with the
 rules of its algorithm 2: a prefill starts when the candidates have changed and nothing
-is being computed; a changed order ends the one that runs.
+is being computed; a changed order ends the one that runs. Two rules are ours: some
+stages must agree first, and enough of the search must be left.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from pcr_core import ConfigError
 from pcr_integrations._background import Post
 from pcr_integrations.speculation._ledger import Ledger
+from pcr_integrations.speculation._pace import Clock, Pace
 from pcr_integrations.speculation._plan import Plan, Planner
 from pcr_integrations.speculation._prefill import Order, Prefill
 from pcr_integrations.speculation._stats import SpeculationStats
 from pcr_integrations.speculation._worker import WORKER
 
 Name = Callable[[Any], Hashable]
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """When a prefill may start; see ``Speculator``."""
+
+    agreeing: int
+    lead: float
+    pace: Pace
+
+    def too_late(self, stage: int) -> bool:
+        """Whether too little of the search is left after a stage, the first being 0."""
+        left = self.pace.left(stage)
+        return left is not None and left < self.lead
 
 
 def _itself(document: Any) -> Hashable:
@@ -40,11 +58,18 @@ class Speculator:
             ``Predicted(...)``.
         agreeing: Stages in a row that must have the same order before it is prefilled.
             1 prefills every new order at once, as RAGCache does.
+        lead: Seconds that the search must still take, by what earlier searches took,
+            for a prefill to start. A prefill in two parts costs one more forward than
+            one in a piece, so what begins just before the end of the search makes the
+            first token later. 0 starts always, as RAGCache does.
         name: Returns what makes two documents the same; they themselves by default.
         post: Where predicting and submitting is done; a thread of its own by default.
 
     Raises:
-        ConfigError: If ``agreeing`` is below 1.
+        clock: Seconds, rising.
+
+    Raises:
+        ConfigError: If ``agreeing`` is below 1 or ``lead`` below 0.
     """
 
     def __init__(
@@ -52,21 +77,24 @@ class Speculator:
         plan: Planner,
         *,
         agreeing: int = 2,
+        lead: float = 0.1,
         name: Name = _itself,
         post: Post | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         if agreeing < 1:
             raise ConfigError(f"agreeing must be 1 or more, not {agreeing}")
-        self._plan, self._agreeing, self._name = plan, agreeing, name
+        if not lead >= 0:
+            raise ConfigError(f"lead is in seconds, 0 or more, not {lead}")
+        self._plan, self._name = plan, name
+        self._when = When(agreeing, lead, Pace(clock))
         self._ledger = Ledger()
         self._post = post or WORKER.post
 
     def begin(self) -> Speculation:
         """Return what watches one search."""
         self._ledger.add(searches=1)
-        return Speculation(
-            self._plan, self._agreeing, self._name, self._ledger, self._post
-        )
+        return Speculation(self._plan, self._when, self._name, self._ledger, self._post)
 
     @property
     def stats(self) -> SpeculationStats:
@@ -77,8 +105,9 @@ class Speculator:
         return self  # copies of a wrapper serve the same chain
 
     def __reduce__(self) -> tuple[Any, ...]:
-        agreeing, name = self._agreeing, self._name
-        return partial(Speculator, self._plan, agreeing=agreeing, name=name), ()
+        when, name = self._when, self._name
+        make = partial(Speculator, agreeing=when.agreeing, lead=when.lead, name=name)
+        return partial(make, self._plan), ()
 
     def __repr__(self) -> str:
         counts = self.stats
@@ -95,13 +124,14 @@ class Speculation:
     """
 
     def __init__(
-        self, plan: Planner, agreeing: int, name: Name, ledger: Ledger, post: Post
+        self, plan: Planner, when: When, name: Name, ledger: Ledger, post: Post
     ) -> None:
-        self._plan, self._agreeing, self._name = plan, agreeing, name
+        self._plan, self._when, self._name = plan, when, name
         self._ledger, self._post = ledger, post
         self._lock = threading.Lock()
         self._order: Order | None = None
         self._agreed = 0
+        self._stages: list[float] = []  # when each was over
         self._plans: dict[Order, Plan | None] = {}  # the worker's
         self._hinted: set[Order] = set()
         self._current: Prefill | None = None
@@ -113,6 +143,7 @@ class Speculation:
         order = tuple(map(self._name, documents))
         self._agreed = self._agreed + 1 if order == self._order else 1
         self._order = order
+        self._stages.append(self._when.pace.clock())
         with self._lock:
             if self._current is not None and self._current.order != order:
                 self._current.give_up(order)
@@ -124,12 +155,18 @@ class Speculation:
         if order not in self._hinted:
             self._hinted.add(order)
             self._post(lambda: self._hint(order, kept))
-        if not launched and self._agreed >= self._agreeing:
-            self._post(lambda: self._launch(order, kept))
+        if launched or self._agreed < self._when.agreeing:
+            return
+        if self._when.too_late(len(self._stages) - 1):
+            self._ledger.add(late=1)
+            return
+        self._post(lambda: self._launch(order, kept))
 
     def finish(self, documents: Sequence[Any]) -> None:
         """Take note of the result: what was computed for it goes on, the rest ends."""
         order = tuple(map(self._name, documents))
+        if documents and not self._over:  # it was not given up
+            self._when.pace.note(self._stages, self._when.pace.clock())
         with self._lock:
             self._over = True
             current, self._current = self._current, None

@@ -20,6 +20,7 @@ class SpeculationStats(Counters):
             What they share with the final order from the first document on is used all
             the same.
         yielded: Those stopped between two documents because requests had come.
+        late: Prefills not started because too little of the search was left.
         busy: Prefills not started because the engine had requests.
         unknown: Hints and prefills that were not possible because it is not known yet
             how a prompt begins.
@@ -36,6 +37,7 @@ class SpeculationStats(Counters):
     used: int = 0
     cancelled: int = 0
     yielded: int = 0
+    late: int = 0
     busy: int = 0
     unknown: int = 0
     failed: int = 0

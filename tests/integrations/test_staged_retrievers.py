@@ -30,6 +30,7 @@ from pcr_integrations.retrieval import Stage, StagedFaissIndex
 from pcr_integrations.retrieval.langchain import FaissRetriever as LangChainFaiss
 from pcr_integrations.retrieval.llama_index import FaissRetriever as LlamaIndexFaiss
 from pcr_integrations.speculation import SpeculationStats
+from pcr_integrations.speculation._pace import Pace
 from pcr_integrations.speculation._worker import WORKER
 from tests.integrations.conftest import ScriptedEngine
 
@@ -37,6 +38,12 @@ faiss = pytest.importorskip("faiss")
 
 DIMENSIONS = 8
 TEXTS = [f"Page {i} is about the harbour, its piers and its boats." for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' searches take no time, so nothing would ever be started for them."""
+    monkeypatch.setattr(Pace, "left", lambda self, stage: None)
 
 
 def vector(text: str) -> list[float]:

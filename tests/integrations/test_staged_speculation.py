@@ -276,9 +276,75 @@ def test_whatever_happens_answers_stay_and_the_delay_is_bounded(
         assert told.seconds <= plain.seconds
 
 
-def test_agreeing_must_be_positive() -> None:
-    with pytest.raises(ConfigError, match="agreeing"):
-        Speculator(lambda documents: None, agreeing=0)
+@dataclass
+class Ticking:
+    """A speculator and a clock; the engine always has nothing to do."""
+
+    lead: float
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.speculator = Speculator(
+            lambda found: explicit(VirtualEngine(Clock()), prompt_of)(found),
+            agreeing=1,
+            lead=self.lead,
+            post=lambda work: work(),
+            clock=lambda: self.now,
+        )
+
+    def search(self, *waits: float) -> bool:
+        """Whether a search whose stages take so long starts a prefill."""
+        before = self.speculator.stats.launched
+        with self.speculator.begin() as speculation:
+            for wait in waits[:-1]:
+                self.now += wait
+                speculation.stage("ab")
+            self.now += waits[-1]
+            speculation.finish("ab")
+        return self.speculator.stats.launched > before
+
+
+def test_nothing_is_started_where_too_little_of_the_search_is_left() -> None:
+    ticking = Ticking(lead=1.0)
+    assert ticking.search(0.0, 0.9)  # nothing is known of the first one
+    assert not ticking.search(0.0, 0.9)
+    assert ticking.speculator.stats.late == 1
+    assert not ticking.search(0.0, 0.9, 0.0)  # the second stage is a new one, too late
+    for _ in range(9):
+        ticking.search(0.0, 1.0)
+    assert ticking.search(0.0, 0.9)  # by now they are known to take longer
+    assert ticking.search(5.0, 0.0, 1.0)
+
+
+def test_one_long_search_changes_nothing() -> None:
+    ticking = Ticking(lead=1.0)
+    for _ in range(3):
+        ticking.search(0.0, 0.1)
+    ticking.search(0.0, 9.0)
+    assert not ticking.search(0.0, 0.1)
+
+
+def test_a_search_that_failed_says_nothing_about_time() -> None:
+    ticking = Ticking(lead=1.0)
+    search = ticking.speculator.begin()
+    search.stage("ab")
+    search.__exit__(OSError, OSError("down"), None)
+    assert ticking.search(0.0, 0.1)
+    assert not ticking.search(0.0, 0.1)
+
+
+def test_without_lead_it_always_starts() -> None:
+    ticking = Ticking(lead=0.0)
+    assert all(ticking.search(0.0, 0.0) for _ in range(3))
+    assert ticking.speculator.stats.late == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"agreeing": 0}, {"lead": -0.1}, {"lead": float("nan")}], ids=str
+)
+def test_bad_settings_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Speculator(lambda documents: None, **options)
 
 
 def test_the_counters_can_be_read() -> None:
