@@ -202,9 +202,8 @@ def draw_policies(figure: Figure, found: dict[Any, list[dict[str, float]]]) -> N
             panel.plot(budgets, values, style, label=name, markersize=3)
         panel.set(title=stream, xscale="log", xlabel="DRAM, mean requests")
         panel.set_xticks(budgets, [str(budget) for budget in budgets])
-        panel.set_ylim(bottom=0)
-    panels[0].set_ylabel("hit rate, % of prompt tokens")
-    panels[-1].legend(fontsize=7)
+        panel.minorticks_off()
+    finish(figure, panels)
 
 
 def draw_windows(figure: Figure, found: dict[Any, list[dict[str, float]]]) -> None:
@@ -212,16 +211,24 @@ def draw_windows(figure: Figure, found: dict[Any, list[dict[str, float]]]) -> No
     streams = list(dict.fromkeys(stream for stream, *_ in found))
     figure.set_size_inches(5 * len(streams), 4)
     panels = figure.subplots(1, len(streams), squeeze=False)[0]
+    colours = {budget: f"C{index}" for index, budget in enumerate(WINDOW_BUDGETS)}
     for panel, stream in zip(panels, streams, strict=True):
         for (mine, budget, load), samples in found.items():
             if mine == stream:
                 values = [mean_of(samples, f"W={window}") for window in WINDOWS]
                 style = "o-" if load > 1 else "o--"
-                panel.plot(WINDOWS, values, style, label=f"R={budget}, load {load}")
+                label = f"R={budget}, load {load}"
+                panel.plot(WINDOWS, values, style, color=colours[budget], label=label)
         panel.set(title=stream, xlabel="look-ahead window, requests")
+    finish(figure, panels)
+
+
+def finish(figure: Figure, panels: Sequence[Any]) -> None:
+    """What all panels share: rates from 0 on, and one legend beside them."""
+    for panel in panels:
         panel.set_ylim(bottom=0)
     panels[0].set_ylabel("hit rate, % of prompt tokens")
-    panels[-1].legend(fontsize=7)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
 
 
 # --- the run ---
