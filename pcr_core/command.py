@@ -21,7 +21,7 @@ from pcr_core.capacity_command import capacity
 from pcr_core.config import EngineConfig
 from pcr_core.errors import ConfigError, PcrError
 from pcr_core.simulator.comparison import Comparison, compare, parse_budget
-from pcr_core.simulator.contenders import NAMES, contenders
+from pcr_core.simulator.contenders import NAMES, USUAL, contenders
 from pcr_core.simulator.replay import service_rate
 from pcr_core.simulator.workloads import RECIPES, generate
 from pcr_core.timeline import Timeline, plot
@@ -85,7 +85,9 @@ _Budgets = Annotated[
 ]
 _Policies = Annotated[
     list[str] | None,
-    typer.Option(help=f"One of {', '.join(NAMES)}. Repeatable. Default: all."),
+    typer.Option(
+        help=f"One of {', '.join(NAMES)}. Repeatable. Default: all but gdsf and lfu."
+    ),
 ]
 _Windows = Annotated[
     list[str] | None,
@@ -126,7 +128,7 @@ def simulate(
     is what nothing can beat: a policy that knows the future.
     """
     requests = _trace(trace, workload, seed)
-    rows = contenders(policy or NAMES, [_window(text) for text in window or _WINDOWS])
+    rows = contenders(policy or USUAL, [_window(text) for text in window or _WINDOWS])
     columns = [parse_budget(text, requests) for text in budget or _BUDGETS]
     rate = service_rate(requests, load)
     with _progress(len(rows) * len(columns) * len(requests.requests)) as step:

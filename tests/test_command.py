@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pcr_core import command
-from pcr_core.simulator.contenders import NAMES
+from pcr_core.simulator.contenders import NAMES, USUAL
 from pcr_core.simulator.workloads import generate
 from pcr_core.trace import TraceWriter
 
@@ -66,7 +66,7 @@ def test_every_policy_has_a_row_and_every_budget_a_column():
     output = simulate(
         "--workload", "W1-mini", "--budget", 5, "--budget", "9.5", "--window", "auto"
     ).output
-    for name in NAMES:
+    for name in USUAL:
         assert any(line.startswith(f"│ {name} ") for line in rows_of(output)), name
     assert "lookahead-lru W=auto" in output
     assert "5 requests" in output
@@ -74,10 +74,18 @@ def test_every_policy_has_a_row_and_every_budget_a_column():
     assert "A cache without a limit would reuse" in output
 
 
+def test_the_others_are_shown_when_asked_for():
+    others = sorted(set(NAMES) - set(USUAL))
+    asked = [option for name in others for option in ("--policy", name)]
+    output = simulate("--workload", "W1-mini", "--budget", 5, *asked).output
+    for name in ("gdsf", "lfu"):
+        assert any(line.startswith(f"│ {name} ") for line in rows_of(output)), name
+
+
 def test_a_recorded_trace_gives_the_table_of_its_traffic(recorded):
     options = ("--budget", 5, "--budget", 12, "--load", 1.2)
     replayed = rows_of(simulate(recorded, *options).output)
-    assert len(replayed) == len(NAMES) + 2
+    assert len(replayed) == len(USUAL) + 2
     assert replayed == rows_of(simulate("--workload", "W1-mini", *options).output)
 
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from examples.benchmarks.common import print_table, write_json
+from examples.benchmarks.common import output_arguments
+from examples.benchmarks.report import Run
 from pcr_core.simulator.contenders import contenders
 from pcr_core.simulator.optimum import infinite_reuse
 from pcr_core.simulator.replay import replay, service_rate
@@ -68,7 +68,7 @@ class Job:
     windows: tuple[int | None, ...]
 
 
-def run(job: Job) -> dict[str, float]:
+def hit_rates(job: Job) -> dict[str, float]:
     """Hit rates in % by label, and the queue of the first contender."""
     trace = generate(job.stream, job.seed)
     capacity = round(job.budget * trace.mean_chunks)
@@ -95,29 +95,29 @@ def spread(sample: Sequence[float]) -> str:
     return f"{statistics.mean(sample):.1f} ±{statistics.stdev(sample):.1f}"
 
 
-def show_reuse(over: Map, seeds: Sequence[int]) -> dict[str, list[float]]:
-    print("\nReuse of a cache without a limit, % (mean ± deviation between seeds)")
+def show_reuse(over: Map, seeds: Sequence[int], run: Run) -> None:
     found = {s: list(over(reuse, [(s, seed) for seed in seeds])) for s in STREAMS}
     rows = [
         [stream, spread(sample), str(EXPECTED_REUSE.get(stream, ""))]
         for stream, sample in found.items()
     ]
-    print_table(("stream", "ours", "notes"), rows)
-    return found
+    title = "Reuse of a cache without a limit, % (mean ± deviation between seeds)"
+    run.table(("stream", "ours", "notes"), rows, title)
+    run.figures["reuse"] = found
 
 
-def show_table(over: Map, seeds: Sequence[int]) -> list[dict[str, Any]]:
+def show_table(over: Map, seeds: Sequence[int], run: Run) -> None:
     """The notes' table from several streams each, and from the stream most like it."""
     means = table_rows(over, {stream: seeds for stream, *_ in EXPECTED})
     alike = table_rows(over, {stream: [seed] for stream, seed in ALIKE.items()})
     head = ("stream", "R", "load", *COLUMNS)
-    print("\nHit rates, %: ours (notes), ! where more than a point apart")
-    print("\nMean ± deviation between streams; the notes have one stream:")
-    print_table(head, [compared(*row) for row in means])
-    print("\nThe stream most like the notes' in reuse and LRU:")
-    print_table(head, [compared(*row) for row in alike])
+    title = "Hit rates, %: ours (notes), ! where more than a point apart"
+    several = "mean ± deviation between streams; the notes have one stream"
+    nearest = "the stream most like the notes' in reuse and LRU"
+    run.table(head, [compared(*row) for row in means], f"{title}; {several}")
+    run.table(head, [compared(*row) for row in alike], f"{title}; {nearest}")
     keys = ("stream", "budget", "load")
-    return [
+    run.figures["table"] = [
         {**dict(zip(keys, key, strict=True)), "seeds": several, "alike": one}
         for (key, several), (_, one) in zip(means, alike, strict=True)
     ]
@@ -130,7 +130,7 @@ def table_rows(
     jobs = [
         Job(*key, seed, names, (6, 64)) for key in EXPECTED for seed in seeds[key[0]]
     ]
-    results = iter(over(run, jobs))
+    results = iter(over(hit_rates, jobs))
     return [(key, [next(results) for _ in seeds[key[0]]]) for key in EXPECTED]
 
 
@@ -144,12 +144,12 @@ def compared(key: Key, samples: list[dict[str, float]]) -> list[str]:
     return cells
 
 
-def show_streams(over: Map, seeds: Sequence[int], load: float) -> list[dict[str, Any]]:
+def show_streams(over: Map, seeds: Sequence[int], load: float, run: Run) -> None:
     """The fixed policies and ``adaptive`` on the five streams."""
     names = ("lru", "lookahead-lru", "pgdsf+memory", "adaptive")
     keys = [(stream, budget) for stream in STREAMS for budget in BUDGETS]
     jobs = [Job(*key, load, seed, names, (None,)) for key in keys for seed in seeds]
-    results = list(over(run, jobs))
+    results = list(over(hit_rates, jobs))
     rows, figures = [], []
     columns = ("queue", *FIXED, "adaptive W=auto")
     for at, (stream, budget) in enumerate(keys):
@@ -167,10 +167,10 @@ def show_streams(over: Map, seeds: Sequence[int], load: float) -> list[dict[str,
             [stream, str(budget), *cells, f"{ahead:+.1f}", f"{behind:+.1f}", verdict]
         )
         figures.append({"stream": stream, "budget": budget, "seeds": samples})
-    print(f"\nThe engine's policies on the five streams, %, load {load:.2f}")
+    title = f"The engine's policies on the five streams, %, load {load:.2f}"
     head = ("stream", "R", *columns, "look-ahead - LRU", "adaptive - best", "verdict")
-    print_table(head, rows)
-    return figures
+    run.table(head, rows, title)
+    run.figures["streams"] = figures
 
 
 @contextmanager
@@ -188,16 +188,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--load", type=float, default=0.9)
-    parser.add_argument("--json", type=Path, help="write raw figures here")
+    output_arguments(parser)
     options = parser.parse_args()
     seeds = range(options.seeds)
-    with mapping(options.jobs) as over:
-        figures = {
-            "reuse": show_reuse(over, seeds),
-            "table": show_table(over, seeds),
-            "streams": show_streams(over, seeds, options.load),
-        }
-    write_json(options.json, figures)
+    with Run("policies", options) as run, mapping(options.jobs) as over:
+        run.vouch()  # simulated
+        show_reuse(over, seeds, run)
+        show_table(over, seeds, run)
+        show_streams(over, seeds, options.load, run)
 
 
 if __name__ == "__main__":

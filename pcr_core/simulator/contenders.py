@@ -10,20 +10,27 @@ from pcr_core.index.ghosts import REMEMBERED_PER_CHUNK
 from pcr_core.index.node import Node
 from pcr_core.index.policies import EvictionPolicy, LookAheadLru, Lru, Pgdsf, Rank
 from pcr_core.simulator.optimum import FarthestUse
-from pcr_core.simulator.replay import Contender
+from pcr_core.simulator.replay import Contender, Price, flat_price
 from pcr_core.trace import Trace
 
 NAMES = (
     "lru",
     "lookahead-lru",
+    "gdsf",
     "pgdsf",
     "pgdsf+memory",
+    "lfu",
     "lfu+memory",
     "adaptive",
     "optimum",
 )
-"""All contenders. ``pgdsf`` forgets evicted chunks, ``+memory`` is the engine's; the
-last one knows the future, and ``lfu+memory`` is for comparison only."""
+"""All contenders. Those with ``+memory`` know the use counts of evicted chunks;
+``pgdsf+memory`` is the engine's ``"pgdsf"``. ``gdsf``, ``pgdsf`` without memory, and
+both ``lfu`` are for comparison only. The last one knows the future."""
+
+USUAL = tuple(name for name in NAMES if name not in ("gdsf", "lfu"))
+"""Those that tell something where all tokens cost the same: ``gdsf`` is ``pgdsf``
+there, and ``lfu`` lags behind ``lfu+memory``."""
 
 
 class Lfu:
@@ -49,8 +56,10 @@ class Lfu:
 _MAKERS: dict[str, Callable[[Trace, int], EvictionPolicy]] = {
     "lru": lambda trace, capacity: Lru(),
     "lookahead-lru": lambda trace, capacity: LookAheadLru(),
+    "gdsf": lambda trace, capacity: Pgdsf(),
     "pgdsf": lambda trace, capacity: Pgdsf(),
     "pgdsf+memory": lambda trace, capacity: Pgdsf(),
+    "lfu": lambda trace, capacity: Lfu(),
     "lfu+memory": lambda trace, capacity: Lfu(),
     "adaptive": lambda trace, capacity: Adaptive(capacity),
     "optimum": lambda trace, capacity: FarthestUse(trace),
@@ -58,7 +67,9 @@ _MAKERS: dict[str, Callable[[Trace, int], EvictionPolicy]] = {
 
 
 def contenders(
-    names: Sequence[str] = NAMES, windows: Sequence[int | None] = (6, 64)
+    names: Sequence[str] = NAMES,
+    windows: Sequence[int | None] = (6, 64),
+    price: Price = flat_price,
 ) -> list[Contender]:
     """Return the contenders of these names, in this order.
 
@@ -66,6 +77,9 @@ def contenders(
         names: Some of ``NAMES``.
         windows: Look-ahead LRU takes part once with each; ``None`` is the engine's
             ``"auto"``, which ``adaptive`` always has.
+        price: What computing a token costs. Not for ``gdsf``: a chunk's cost is its
+            size there, whatever is before it, which is what sets RAGCache's PGDSF apart
+            from it (arXiv 2404.12457, 5.1).
 
     Raises:
         ConfigError: For an unknown name, no window, or one below 1.
@@ -76,7 +90,8 @@ def contenders(
     for name in names:
         if name not in _MAKERS:
             raise ConfigError(f"no policy {name!r}; there are: {', '.join(NAMES)}")
-        found += [_make(name, window) for window in _windows_of(name, windows)]
+        told = flat_price if name == "gdsf" else price
+        found += [_make(name, window, told) for window in _windows_of(name, windows)]
     return found
 
 
@@ -86,8 +101,7 @@ def _windows_of(name: str, windows: Sequence[int | None]) -> Sequence[int | None
     return (None,) if name == "adaptive" else (0,)
 
 
-def _make(name: str, window: int | None) -> Contender:
+def _make(name: str, window: int | None, price: Price) -> Contender:
     remembers = name.endswith("+memory") or name == "adaptive"
-    return Contender(
-        name, _MAKERS[name], window, REMEMBERED_PER_CHUNK if remembers else 0
-    )
+    remembered = REMEMBERED_PER_CHUNK if remembers else 0
+    return Contender(name, _MAKERS[name], window, remembered, price)

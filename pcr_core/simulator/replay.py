@@ -19,8 +19,14 @@ from pcr_core.index.policies import EvictionPolicy
 from pcr_core.simulator.optimum import usable_chunks
 from pcr_core.trace import Trace, TraceRequest
 
-_COST = 1.0
-"""Of computing one token. Only ratios matter, and whole numbers keep ties exact."""
+Price = Callable[[int, int], float]
+"""Tokens cached and tokens computed of a request, to the cost of computing one of them.
+Only ratios matter."""
+
+
+def flat_price(cached: int, computed: int) -> float:
+    """Every token costs the same; a whole number keeps ties exact."""
+    return 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +39,14 @@ class Contender:
         window: Waiting requests whose chunks are protected; ``None`` for as many as fit
             into the tier, the engine's ``"auto"``.
         remembered: Evicted chunks whose use counts are kept, per chunk of capacity.
+        price: What the policy is told that computing a token costs.
     """
 
     name: str
     policy: Callable[[Trace, int], EvictionPolicy]
     window: int | None = 0
     remembered: int = 0
+    price: Price = flat_price
 
     @property
     def label(self) -> str:
@@ -180,6 +188,7 @@ class _Tier:
         self._look_ahead = LookAhead(self._cache.tree)
         self._adaptive = policy if isinstance(policy, Adaptive) else None
         self._chunk_tokens = trace.chunk_tokens
+        self._price = contender.price
 
     @property
     def evictions(self) -> int:
@@ -199,7 +208,9 @@ class _Tier:
         usable = usable_chunks(request, self._chunk_tokens)
         nodes = self._cache.tree.match(request.chunks[:usable])
         hits = sum(node is not None and node.host is Host.READY for node in nodes)
-        self._cache.request(request.chunks, _COST)
+        cached = hits * self._chunk_tokens
+        cost = self._price(cached, request.prompt_tokens - cached)
+        self._cache.request(request.chunks, cost)
         if self._adaptive is not None:
-            self._adaptive.observe(request.chunks, cost=_COST)
+            self._adaptive.observe(request.chunks, cost=cost)
         return hits

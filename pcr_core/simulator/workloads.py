@@ -79,6 +79,15 @@ RECIPES = {
     "locality": Recipe(requests=1000, documents=4000, repeat=1 / 3),
     "drift": Recipe(requests=1000, documents=1000, phases=2),
     "burst": Recipe(requests=1000, documents=1000, burst=60.0, silence=120.0),
+    # RAGCache's MMLU (arXiv 2404.12457): documents of 3,718 tokens, of which 3 % serve
+    # 60 % of the requests, two to a prompt, answers of one token.
+    "ragcache": Recipe(
+        requests=1000,
+        documents=1000,
+        document_tokens=3718.0,
+        zipf=1.08,
+        output_tokens=1,
+    ),
 }
 """Recipes by name."""
 

@@ -22,8 +22,7 @@ def small(monkeypatch):
 
 @pytest.mark.usefixtures("small")
 def test_tables_and_figures(capsys, monkeypatch, tmp_path):
-    path = tmp_path / "figures.json"
-    arguments = ["policies", "--seeds", "2", "--jobs", "1", "--json", str(path)]
+    arguments = ["policies", "--seeds", "2", "--jobs", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     policies.main()
     output = capsys.readouterr().out
@@ -31,7 +30,7 @@ def test_tables_and_figures(capsys, monkeypatch, tmp_path):
     assert len(rows) == 4  # reuse, the table twice, the engine's policies
     assert "(2.3)!" in rows[1]
     assert rows[3].rstrip(" |").endswith(("ok", "LRU", "behind"))
-    figures = json.loads(path.read_text())
+    figures = json.loads((tmp_path / "policies.json").read_text())["figures"]
     (row,) = figures["table"]
     assert (len(row["seeds"]), len(row["alike"])) == (2, 1)
     assert set(row["alike"][0]) == set(policies.COLUMNS)

@@ -77,6 +77,35 @@ def test_memory_makes_pgdsf_keep_what_comes_back():
     assert hits(run("pgdsf+memory", trace, 2)) == 2
 
 
+def test_frequency_alone_keeps_what_came_often():
+    trace = trace_of([*"AABCA"])
+    assert hits(run("lru", trace, 2)) == 1
+    assert hits(run("lfu", trace, 2)) == 2
+
+
+def test_lfu_with_memory_counts_what_was_evicted():
+    """Behind the second A, both have two uses, or it has one and goes first."""
+    trace = trace_of([*"BBACADA"])
+    assert hits(run("lfu", trace, 2)) == 1
+    assert hits(run("lfu+memory", trace, 2)) == 2
+
+
+def test_prices_set_pgdsf_apart_from_gdsf():
+    """B is computed behind A, where a token costs eleven times as much."""
+
+    def price(cached: int, computed: int) -> float:
+        seen.append((cached, computed))
+        return 1.0 + cached
+
+    seen: list[tuple[int, int]] = []
+    trace = trace_of(["A", "AB", "C", "D", "AB"])
+    prefix_aware, plain = contenders(["pgdsf", "gdsf"], price=price)
+    assert hits(replay(trace, prefix_aware, 3, rate=10.0)) == 1 + 2
+    assert seen == [(0, 11), (10, 11), (0, 11), (0, 11), (20, 1)]
+    assert hits(replay(trace, plain, 3, rate=10.0)) == 1 + 1
+    assert hits(run("pgdsf", trace, 3)) == 1 + 1  # all tokens cost the same
+
+
 def test_the_window_protects_what_waiting_requests_need():
     trace = trace_of([*"ABCDA"])  # all of them wait
     assert hits(run("lru", trace, 2)) == 0

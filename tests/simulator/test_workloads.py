@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from pcr_core.errors import ConfigError
 from pcr_core.simulator.optimum import infinite_reuse
-from pcr_core.simulator.workloads import RECIPES, STREAMS, Recipe, generate
+from pcr_core.simulator.workloads import RECIPES, STREAMS, Recipe, draw, generate
 
 SMALL = Recipe(requests=60, documents=20, document_tokens=100, chunk_tokens=16)
 
@@ -32,6 +33,7 @@ def mean_reuse(name: str, seeds: int) -> float:
         ("W2-mini", 33.0, 40.0, 25),
         ("locality", 41.0, 43.5, 4),
         ("drift", 31.0, 34.0, 5),
+        ("ragcache", 65.0, 69.0, 4),
     ],
 )
 def test_reuse_without_a_limit(name, low, high, seeds):
@@ -49,6 +51,14 @@ def test_sizes(name, tokens, chunks):
     assert trace.mean_tokens == pytest.approx(tokens, rel=0.07)
     distinct = len({key for r in trace.requests for key in r.chunks})
     assert distinct == pytest.approx(chunks, rel=0.1)
+
+
+def test_three_in_a_hundred_documents_serve_sixty_of_a_hundred_requests():
+    """RAGCache's measurement, 2.1 of the paper notes."""
+    counts = Counter(visit.documents[0] for visit in draw("ragcache", 0))
+    served = sum(count for _, count in counts.most_common(30))
+    assert served / 1000 == pytest.approx(0.60, abs=0.05)
+    assert generate("ragcache").mean_tokens == pytest.approx(2 * 3718, rel=0.1)
 
 
 @pytest.mark.parametrize("name", STREAMS)
