@@ -268,7 +268,7 @@ def stream_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many; documents become fewer with them, so that the reuse stays",
     )
     parser.add_argument("--document-tokens", type=float, help="mean length")
-    parser.add_argument("--output", type=int, default=16, help="tokens per answer")
+    parser.add_argument("--output", type=int, default=4, help="tokens per answer")
     parser.add_argument("--concurrency", type=int, help="requests under way at most")
     parser.add_argument(
         "--dram-requests",
@@ -282,7 +282,7 @@ def stream_arguments(parser: argparse.ArgumentParser) -> None:
         "--disk",
         type=disk_name,
         nargs="+",
-        default=[REAL, "35"],
+        default=[REAL, "30"],
         metavar="MB/s",
         help=f"{REAL!r}, or what reads are slowed down to",
     )

@@ -85,7 +85,7 @@ def parsed() -> argparse.Namespace:
     parser = arguments((__doc__ or "").splitlines()[0])
     stream_arguments(parser)
     names = [system.name for system in PAPER]
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.6, 0.9, 1.2])
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.7, 1.0, 1.4])
     parser.add_argument("--systems", nargs="+", choices=names, default=names)
     return parser.parse_args()
 
