@@ -273,7 +273,7 @@ def stream_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dram-requests",
         type=float,
-        default=10.0,
+        default=5.0,
         metavar="R",
         help="DRAM budget: KV of so many requests of mean length",
     )

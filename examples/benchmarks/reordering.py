@@ -119,7 +119,7 @@ def parsed() -> argparse.Namespace:
     """The command line."""
     parser = arguments((__doc__ or "").splitlines()[0])
     stream_arguments(parser)
-    parser.set_defaults(disk=[REAL], requests=80)
+    parser.set_defaults(disk=[REAL], requests=80, dram_requests=8.0)
     parser.add_argument("--loads", type=float, nargs="+", default=[1.3, 2.0])
     parser.add_argument("--max-overtakes", type=int, default=32)
     return parser.parse_args()

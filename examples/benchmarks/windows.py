@@ -80,7 +80,7 @@ def parsed() -> argparse.Namespace:
     """The command line."""
     parser = arguments((__doc__ or "").splitlines()[0])
     stream_arguments(parser)
-    parser.set_defaults(disk=["30"], requests=60, dram_requests=12.0)
+    parser.set_defaults(disk=["30"], requests=80, dram_requests=12.0)
     parser.add_argument("--loads", type=float, nargs="+", default=[1.5])
     parser.add_argument("--windows", type=int, nargs="+", default=[*WINDOWS])
     return parser.parse_args()
