@@ -42,6 +42,7 @@ class Experiment:
     models: bool = True
 
 
+FEW = "--requests 4 --document-tokens 60 --output 2"
 SHORT = "--rounds 1 --tokens 300 --dtypes float32"
 EXPERIMENTS = (
     Experiment("first_token", "time to first token, cold and hit by tier", SHORT),
@@ -54,8 +55,12 @@ EXPERIMENTS = (
     Experiment("prefetch", "reads while requests wait", SHORT),
     Experiment("memory", "peak memory", f"{SHORT} --prompts 2"),
     Experiment("speculation", "prefill beside the search", f"{SHORT} --questions 2"),
-    Experiment("serve_load", "latency over the request rate", "--requests 6"),
-    Experiment("capacity_check", "prediction beside measurement", "--requests 6"),
+    Experiment(
+        "serve_load", "latency over the request rate", f"{FEW} --loads 1 --disk 30"
+    ),
+    Experiment("windows", "how far to look ahead", f"{FEW} --windows 0 4"),
+    Experiment("reordering", "cached first, under overload", f"{FEW} --loads 1.5"),
+    Experiment("capacity_check", "prediction beside measurement", f"{FEW} --loads 1"),
     Experiment(
         "beside_vllm",
         "vLLM on the CPU, stock transformers",
