@@ -42,6 +42,7 @@ class Experiment:
     models: bool = True
 
 
+FEW = "--requests 4 --document-tokens 60 --output 2"
 SHORT = "--rounds 1 --tokens 300 --dtypes float32"
 EXPERIMENTS = (
     Experiment("first_token", "time to first token, cold and hit by tier", SHORT),
@@ -58,8 +59,12 @@ EXPERIMENTS = (
         "prefill beside the search",
         f"{SHORT} --questions 2 --others 1000",
     ),
-    Experiment("serve_load", "latency over the request rate", "--requests 6"),
-    Experiment("capacity_check", "prediction beside measurement", "--requests 6"),
+    Experiment(
+        "serve_load", "latency over the request rate", f"{FEW} --loads 1 --disk 30"
+    ),
+    Experiment("windows", "how far to look ahead", f"{FEW} --windows 0 4"),
+    Experiment("reordering", "cached first, under overload", f"{FEW} --loads 1.5"),
+    Experiment("capacity_check", "prediction beside measurement", f"{FEW} --loads 1"),
     Experiment(
         "beside_vllm",
         "vLLM on the CPU, stock transformers",

@@ -1,44 +1,38 @@
 """What ``pcr capacity`` predicts beside what the engine then does.
 
-    python -m examples.benchmarks.capacity_check --dtypes float32
+    python -m examples.benchmarks.capacity_check
 
 Rates are measured first, on the same model and threads. Then the stream (W1-mini by
-default, from an empty cache) is predicted and served at each load. A load of 1 is the
-rate at which an engine that reuses nothing would just keep up, by prediction. Hits in
-rows at rest on the device are switched off, because the prediction has none.
+default, from an empty cache) is predicted and served at each load. Hits in rows at rest
+on the device are switched off, because the prediction has none.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from examples.benchmarks.common import arguments
+from examples.benchmarks.disk import Disk
+from examples.benchmarks.load_bench import LoadBench, bench_for, stream_arguments
 from examples.benchmarks.load_report import summary
-from examples.benchmarks.load_work import make_arrivals, recipe_for
+from examples.benchmarks.load_systems import NONE, System
+from examples.benchmarks.load_work import recipe_for
 from examples.benchmarks.report import Run
-from examples.benchmarks.serve_load import (
-    NOTHING,
-    add_stream_arguments,
-    serve,
-    settings,
-    tell_failed,
-)
-from pcr_core import Engine, EngineConfig
+from pcr_core import EngineConfig
 from pcr_core.config import parse_bytes
 from pcr_core.measuring import Measured, measure
-from pcr_core.model.loading import LoadedModel, load
 from pcr_core.simulator.capacity import Forecast, Plan, predict
 from pcr_core.simulator.workloads import Recipe
 
-CACHES: dict[str, dict[str, Any]] = {
-    "none": NOTHING,
-    "dram": {"ssd_bytes": 0, "resident_rows": 0},
-    "dram + ssd": {"resident_rows": 0},
-}
+CACHES = (
+    replace(NONE, name="none"),
+    System("dram", {"ssd_bytes": 0, "resident_rows": 0}, disk=False),
+    System("dram + ssd", {"resident_rows": 0}),
+)
+SECONDS = ("mean", "p50", "p95", "queue")
+_LEAST = 1e-3  # seconds: of less, a ratio says nothing
 HEAD = (
     "cache",
     "load",
@@ -53,7 +47,9 @@ HEAD = (
 )
 
 
-def plan_for(options: Any, recipe: Recipe, measured: Measured, rate: float) -> Plan:
+def plan_for(
+    options: Any, recipe: Recipe, measured: Measured, rate: float, dram_bytes: int
+) -> Plan:
     """The run as the calculator is asked about it."""
     return Plan(
         recipe=replace(
@@ -64,7 +60,7 @@ def plan_for(options: Any, recipe: Recipe, measured: Measured, rate: float) -> P
         rate=rate,
         kv=measured.kv,
         rates=measured.rates,
-        dram_bytes=parse_bytes(options.dram_bytes),
+        dram_bytes=dram_bytes,
         ssd_bytes=parse_bytes(options.ssd_bytes),
         seed=options.seed,
     )
@@ -96,67 +92,67 @@ def measured_figures(found: dict[str, Any]) -> dict[str, float]:
 
 
 def check(
-    options: Any, folder: Path, loaded: LoadedModel, measured: Measured
+    options: Any, bench: LoadBench, measured: Measured, keep: Callable[[Any], None]
 ) -> list[dict[str, Any]]:
     """Every cache at every load: a prediction and a run."""
     recipe = recipe_for(options.workload, options.requests, options.document_tokens)
-    arrivals = make_arrivals(loaded.tokenizer, recipe, options.seed)
-    objects = {"model": loaded.model, "tokenizer": loaded.tokenizer}
-    alone = predict(plan_for(options, recipe, measured, 1.0))["none"].most
     runs = []
-    for load_factor in options.loads:
-        rate = load_factor * alone
-        forecasts = predict(plan_for(options, recipe, measured, rate))
-        for cache in options.caches:
-            own = {**CACHES[cache], "namespace": f"{cache} {load_factor}"}
-            config = EngineConfig(**{**settings(options, folder), **own})
-            with Engine(config, **objects) as engine:
-                engine.generate(arrivals[-1].prompt[-40:])
-                served = serve(engine, arrivals, rate, options.output, None)
+    for at in options.loads:
+        rate = at / bench.alone
+        plan = plan_for(options, recipe, measured, rate, bench.dram_bytes)
+        forecasts = predict(plan)
+        for system in CACHES:
+            served = bench.serve(system, Disk(), at, 0).served
+            found = summary(served)
             runs.append(
                 {
-                    "cache": cache,
-                    "load": load_factor,
+                    "cache": system.name,
+                    "load": at,
                     "rate": rate,
-                    "predicted": predicted(forecasts[cache]),
-                    "measured": measured_figures(summary(served)),
-                    "failed": len(served.failed),
+                    "predicted": predicted(forecasts[system.name]),
+                    "measured": measured_figures(found),
+                    "service": found["service"],
+                    "failed": found["failed"],
                 }
             )
+            keep(runs)
     return runs
 
 
 def table_rows(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Two lines for each run."""
+    """Three lines for each run: both, and the one over the other."""
     rows = []
     for run in runs:
         about = [run["cache"], f"{run['load']:.2f}", f"{run['rate']:.2f}"]
         for kind in ("predicted", "measured"):
             found = run[kind]
             shares = [f"{found[name]:.1%}" for name in ("dram", "ssd")]
-            times = [f"{found[n] * 1e3:.0f}" for n in ("mean", "p50", "p95", "queue")]
+            times = [f"{found[name] * 1e3:.0f}" for name in SECONDS]
             rows.append([*about, kind, *shares, *times])
             about = ["", "", ""]
+        both = [(run["predicted"][name], run["measured"][name]) for name in SECONDS]
+        times = [f"{a / b:.2f}" if b > _LEAST else "" for a, b in both]
+        rows.append([*about, "predicted ÷ measured", "", "", *times])
     return rows
 
 
 def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
-    add_stream_arguments(parser, caches=CACHES)
-    parser.set_defaults(loads=[0.4, 0.8], dram_bytes="256MiB")
+    parser = arguments((__doc__ or "").splitlines()[0])
+    stream_arguments(parser)
+    parser.set_defaults(requests=36)
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.4, 0.8])
     options = parser.parse_args()
-    with (
-        Run("capacity_check", options) as run,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        config = EngineConfig(**settings(options, Path(folder)))
-        loaded = load(config)
-        measured = measure(config, model=loaded.model, tokenizer=loaded.tokenizer)
-        print(f"measured: {measured}")
-        runs = check(options, Path(folder), loaded, measured)
-        run.figures.update(measured=asdict(measured), runs=runs)
-        run.table(HEAD, table_rows(runs))
-        tell_failed(runs)
+    with Run("capacity_check", options) as run, bench_for(options) as bench:
+        loaded, settings = bench.loaded, EngineConfig(**bench.settings())
+        rates = measure(settings, model=loaded.model, tokenizer=loaded.tokenizer)
+        run.figures.update(measured=asdict(rates), about=bench.about())
+        print(f"measured: {rates}")
+
+        def keep(runs: Any) -> None:
+            run.figures["runs"] = runs
+            run.save()
+
+        run.table(HEAD, table_rows(check(options, bench, rates, keep)))
 
 
 if __name__ == "__main__":

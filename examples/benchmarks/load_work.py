@@ -33,10 +33,14 @@ class Arrival:
 def recipe_for(
     name: str, requests: int | None, document_tokens: float | None
 ) -> Recipe:
-    """A recipe by name, scaled."""
+    """A recipe by name, scaled: half the requests for half the documents.
+
+    So what comes back is about the same share of any number of requests.
+    """
     recipe = RECIPES[name]
     if requests is not None:
-        recipe = replace(recipe, requests=requests)
+        documents = max(3, round(recipe.documents * requests / recipe.requests))
+        recipe = replace(recipe, requests=requests, documents=documents)
     if document_tokens is not None:
         recipe = replace(recipe, document_tokens=document_tokens)
     return recipe

@@ -10,10 +10,6 @@ reading and computing, and one layer's read. Ratios are taken within a round.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,49 +20,16 @@ from examples.benchmarks.common import (
     ratios,
     real_tokens,
 )
+from examples.benchmarks.disk import Disk, on_disk
 from examples.benchmarks.report import by_dtype
 from pcr_core import Engine, EngineConfig, SamplingParams
 from pcr_core.model.loading import load
-from pcr_core.tiers.store.files import Files
 
 ONE = SamplingParams(max_tokens=1)
 HEAD = (
     "dtype", "read ÷ compute", "MB/s", "read, ms", "DRAM hit, ms", "SSD hit, ms",
     "SSD hit ÷ bound", "SSD hit ÷ (read + compute)", "computed",
 )  # fmt: skip
-
-
-class Disk:
-    """Delays reads to a bandwidth, over all threads together, as one device would."""
-
-    def __init__(self) -> None:
-        self.bandwidth = float("inf")
-        self._free = 0.0
-        self._lock = threading.Lock()
-
-    def wait(self, size: int) -> None:
-        """Return when so many bytes would have come."""
-        with self._lock:
-            start = max(time.perf_counter(), self._free)
-            self._free = start + size / self.bandwidth
-        time.sleep(max(0.0, self._free - time.perf_counter()))
-
-
-@contextmanager
-def slowed(disk: Disk) -> Iterator[None]:
-    """All chunk files are on that disk."""
-    preadv = Files.preadv
-
-    def slow(self: Files, fd: int, buffers: Sequence[Any], at: int) -> int:
-        size = preadv(self, fd, buffers, at)
-        disk.wait(size)
-        return size
-
-    Files.preadv = slow  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Files.preadv = preadv  # type: ignore[method-assign]
 
 
 def measure(dtype: str, options: Any, folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -95,7 +58,7 @@ def measure(dtype: str, options: Any, folder: Path) -> dict[str, list[dict[str, 
             compute = engine.generate(prompt, ONE).timing.ttft
         for multiple in options.multiples:
             disk.bandwidth = size / (multiple * compute)
-            with slowed(disk), Engine(config, **objects) as engine:
+            with on_disk(disk), Engine(config, **objects) as engine:
                 engine.generate([999, *prompt[:200]], ONE)  # threads start
                 drop_page_cache(folder / "kv")
                 hit = engine.generate(prompt, ONE)

@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_figures_stand_below_each_other() -> None:
-    options = SimpleNamespace(output=4, dram_bytes="64MiB", ssd_bytes="1GiB", seed=2)
+    options = SimpleNamespace(output=4, ssd_bytes="1GiB", seed=2)
     rates = Rates(prefill=((0, 900),), ssd_read=1e9)
     recipe = recipe_for("W1-mini", 30, 60.0)
-    plan = plan_for(options, recipe, Measured(rates, PACKAGED, 32), 2.0)
+    plan = plan_for(options, recipe, Measured(rates, PACKAGED, 32), 2.0, 2**26)
     visits, trace = draw(recipe, 2), plan.trace()
     assert [one.arrival for one in trace.requests] == [v.arrival for v in visits]
     assert [one.prompt_tokens for one in trace.requests] == [
@@ -46,5 +46,5 @@ def test_figures_stand_below_each_other() -> None:
     assert set(found) == set(predicted(forecast))
     one = {"cache": "dram", "load": 0.5, "rate": 2.0}
     rows = table_rows([{**one, "predicted": predicted(forecast), "measured": found}])
-    assert [len(row) for row in rows] == [len(HEAD)] * 2
+    assert [len(row) for row in rows] == [len(HEAD)] * 3
     assert rows[1][3:] == ["measured", "10.0%", "25.0%", "500", "500", "500", "200"]
