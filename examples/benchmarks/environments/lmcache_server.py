@@ -12,9 +12,11 @@ shared memory: ``engine_driven``, the path for engines without CUDA.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from examples.benchmarks.environments.answering import private_stdout, serve
 from examples.benchmarks.environments.vllm_server import VllmServer
 
 LONGEST = 600.0  # seconds for the server to start or to end
+_DIE_WITH_PARENT = (1, signal.SIGKILL)  # prctl(PR_SET_PDEATHSIG, ...)
 
 
 class LMCacheServer(VllmServer):
@@ -80,7 +83,14 @@ def _start(options: dict[str, Any], port: int, http: int) -> subprocess.Popen[by
     for name, value in options.items():
         command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     quiet = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=quiet)
+    libc = ctypes.CDLL(None)
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        env=quiet,
+        preexec_fn=lambda: libc.prctl(*_DIE_WITH_PARENT),
+    )
     limit = time.monotonic() + LONGEST
     while server.poll() is None and time.monotonic() < limit:
         try:
