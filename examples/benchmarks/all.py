@@ -61,6 +61,11 @@ EXPERIMENTS = (
         "vLLM on the CPU, stock transformers",
         f"{SHORT} --systems ours transformers",
     ),
+    Experiment(
+        "peers",
+        "llama.cpp, vLLM, LMCache, kvboost, transformers",
+        f"{SHORT} --systems ours transformers --requests 3 --probes 2",
+    ),
     Experiment("policies", "hit rates by policy", "--seeds 1", models=False),
     Experiment("index_scale", "the index at scale", "--sizes 2000", models=False),
     Experiment("store_open", "opening a folder", "--chunks 2000", models=False),

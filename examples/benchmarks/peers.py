@@ -23,6 +23,7 @@ counted, not demanded: 4-bit weights and other kernels round differently. With
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -121,9 +122,8 @@ def run_rounds(
         prompt = prompts.fresh()
         shift = index % max(1, len(alive))
         order = [*alive[shift:], *alive[:shift]]
-        well = survivors(
-            order, lambda one, asked=prompt: one_round(one, asked, prompts)
-        )
+        step = functools.partial(one_round, prompt=prompt, prompts=prompts)
+        well = survivors(order, step)
         alive = [system for system in alive if system in well]
     for system in alive:
         del system.figures["rounds"][:1]
@@ -229,7 +229,7 @@ def measure(dtype: str, options: Any, run: Run) -> None:
 def frame(dtype: str, options: Any, model: str, size: Stretch, folder: Path) -> Bench:
     """What all systems have in common."""
     gguf = gguf_of(options)
-    wanted = gguf is not None and "llama.cpp f32" in options.systems
+    wanted = "llama.cpp f32" in options.systems and (options.envs / "llama").is_dir()
     return Bench(
         model=model,
         gguf=gguf,

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from examples.benchmarks import beside_vllm, children, peer_report, peers
+from examples.benchmarks.environments.llama_server import LlamaServer
 from examples.benchmarks.kept import Kept
 from examples.benchmarks.peer_budget import ROUND, kv_bytes, popular, stretch
 from examples.benchmarks.peer_systems import OURS, PEERS, Bench, Launch, Peer, present
@@ -234,6 +235,68 @@ def test_servers_need_nothing_of_this_project_to_start(module):
         check=False,
     )
     assert "JSONDecodeError" in done.stderr  # it was imported and read its settings
+
+
+class Llama:
+    """The part of ``llama_cpp.Llama`` that matters: its calls of its own methods."""
+
+    def __init__(self, verbose: bool, **settings: object) -> None:
+        self.context: list[int] = []
+        self.states: list[list[int]] = []
+
+    def set_cache(self, cache: list[list[int]]) -> None:
+        self.states = cache
+
+    def eval(self, tokens: list[int]) -> None:
+        self.context += tokens
+
+    def load_state(self, state: list[int]) -> None:
+        self.context = list(state)
+
+    def generate(self, tokens: list[int], **options: object):
+        shared = common(self.context, tokens)
+        self.context = self.context[:shared]
+        self.eval(tokens[shared:])
+        yield 7
+        self.eval([7])
+        yield 8
+
+    def create_completion(self, prompt: list[int], max_tokens: int, **_: object):
+        best = max(self.states, key=lambda state: common(state, prompt), default=[])
+        if common(best, prompt) > common(self.context, prompt):
+            self.load_state(best)
+        made: list[int] = []
+        for token in self.generate(prompt, temp=0.0):
+            made.append(token)
+            if len(made) == max_tokens:
+                break
+        self.states.append([*self.context])
+
+
+def common(one: list[int], other: list[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next(
+        (i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, (one, other)))
+    )
+
+
+def test_llama_tells_where_it_found_what(monkeypatch):
+    module = SimpleNamespace(
+        Llama=Llama,
+        LlamaRAMCache=lambda capacity_bytes: [],
+        __version__="0",
+        llama_print_system_info=lambda: b"AVX2 = 1",
+    )
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    server = LlamaServer({"n_ctx": 64, "cache": {"capacity_bytes": 9}})
+    assert server.about["built for"] == "AVX2 = 1"
+    one, other = [1, 2, 3, 4], [5, 6]
+    cold = server.generate(one, 2, 0)
+    assert (cold["tokens"], cold["cached"]) == ([7, 8], {})
+    assert cold["first"] <= cold["last"]
+    assert server.generate([1, 2, 9], 1, 0)["cached"] == {"own context": 2}
+    assert server.generate(other, 1, 0)["cached"] == {}
+    assert server.generate([*one, 5], 1, 0)["cached"] == {"own memory": 4}
 
 
 # --- a run ---
