@@ -40,7 +40,8 @@ class Bench:
         working_set: Tokens whose KV a cache without limit would keep.
         token_bytes: Bytes of one token's KV in ``dtype``.
         environments: Folder of the peers' environments.
-        folder: For logs, and for what systems keep on disk.
+        folder: For what systems keep on disk.
+        logs: For what they print.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Bench:
     token_bytes: int
     environments: Path
     folder: Path
+    logs: Path
 
     @property
     def budget_bytes(self) -> int:

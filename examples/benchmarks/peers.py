@@ -64,13 +64,14 @@ class System:
             "settings": self.launch.settings,
             "rounds": [],
         }
-        self._log = bench.folder / f"{peer.name}.log"
+        self._log = bench.logs / f"peers-{peer.name.replace(' ', '-')}.log"
         if self.launch.store is not None:
             self.launch.store.mkdir(exist_ok=True)
         self.child = self._start()
         self.figures["versions"] = self.child.about
-        told = {**self.child.about, **self.launch.settings}
-        print(self.name, "|", "  ".join(f"{key} {told[key]}" for key in told))
+        for about in (self.child.about, self.launch.settings):
+            told = "  ".join(f"{key} {value}" for key, value in about.items())
+            print(self.name, "|", told, flush=True)
 
     def _start(self) -> Child:
         return Child(self.name, self.launch.command, self.launch.env, self._log)
@@ -218,10 +219,15 @@ def measure(dtype: str, options: Any, run: Run) -> None:
         run.save()
 
         def alone(system: System) -> None:
-            run_stream(system, stream)
-            run_restart(system, probes)
+            for part in (
+                functools.partial(run_stream, stream=stream),
+                functools.partial(run_restart, probes=probes),
+            ):
+                part(system)
+                run.save()
             system.end()
-            run.save()
+            after = system.figures["restart"]
+            print(f"{system.name}: done; restart to first token {after['first']:.1f} s")
 
         survivors(systems, alone)
 
@@ -242,6 +248,7 @@ def frame(dtype: str, options: Any, model: str, size: Stretch, folder: Path) -> 
         token_bytes=kv_bytes(AutoConfig.from_pretrained(model), dtype),
         environments=options.envs,
         folder=folder,
+        logs=options.out,
     )
 
 

@@ -64,6 +64,7 @@ def bench(folder: Path, **others: object) -> Bench:
             "token_bytes": 1000,
             "environments": folder / "envs",
             "folder": folder,
+            "logs": folder,
             **others,
         }
     )
