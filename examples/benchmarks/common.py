@@ -120,15 +120,18 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("| " + " | ".join(cells) + " |")
 
 
-def drop_page_cache(folder: Path) -> int:
-    """Ask the kernel to forget the files below ``folder``; returns their bytes."""
+def drop_page_cache(folder: Path, pattern: str = "*.safetensors") -> int:
+    """Ask the kernel to forget the files below ``folder``; returns their bytes.
+
+    Bytes as stored: a file with holes counts for less than its length.
+    """
     total = 0
-    for path in sorted(folder.rglob("*.safetensors")):
+    for path in sorted(found for found in folder.rglob(pattern) if found.is_file()):
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)  # dirty pages cannot be dropped
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            total += os.fstat(handle).st_size
+            total += os.fstat(handle).st_blocks * 512
         finally:
             os.close(handle)
     return total

