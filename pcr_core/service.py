@@ -60,6 +60,7 @@ class Parts:
     namespace: Namespace
     overlap: OverlapChoice
     chunk_tokens: int
+    weight_bytes: int
     loop: EngineLoop
 
     def stats(self) -> EngineStats:
@@ -85,6 +86,7 @@ class Parts:
             cancelled=loop.cancelled,
             failed=loop.failed,
             working_bytes=runner.buffer_bytes,
+            weight_bytes=self.weight_bytes,
             decisions=loop.tiers.decisions(loaded.context_window),
             cache=loop.tiers.snapshot(),
             documents=loop.documents,
@@ -143,7 +145,13 @@ def build(
     record = recorder(config, layout, lifetimes)
     loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record, batching(config))
     return Parts(
-        loaded, runner, namespace, prepared.overlap, prepared.chunk_tokens, loop
+        loaded,
+        runner,
+        namespace,
+        prepared.overlap,
+        prepared.chunk_tokens,
+        prepared.weight_bytes,
+        loop,
     )
 
 
