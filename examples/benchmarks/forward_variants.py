@@ -20,6 +20,7 @@ some repetitions), then decode steps (mean). Ratios are within a round.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -76,13 +77,21 @@ def one_round(
 def in_turns(
     forwards: Mapping[str, Forward], prompts: Sequence[Sequence[int]], options: Any
 ) -> dict[str, Any]:
-    """Each variant on each prompt; the first round warms up and does not count."""
+    """Each variant on each prompt; the first round warms up and does not count.
+
+    After ``options.seconds`` no further round begins.
+    """
+    until = time.monotonic() + options.seconds
     seconds: dict[str, dict[str, list[float]]] = {
         name: {work: [] for work in WORK} for name in forwards
     }
     same = dict.fromkeys(forwards, 0)
     names = list(forwards)
+    number = 0
     for number, ids in enumerate(prompts):
+        if number > 1 and time.monotonic() > until:
+            number -= 1
+            break
         turn = number % len(names)
         tokens = {}
         for name in names[turn:] + names[:turn]:
@@ -94,7 +103,8 @@ def in_turns(
                     seconds[name][work].append(found[work])
         for name in names:
             same[name] += tokens[name] == tokens["stock"]
-    return {"seconds": seconds, "same": same, "prompts": len(prompts)}
+        print(f"round {number}", flush=True)
+    return {"seconds": seconds, "same": same, "prompts": number + 1}
 
 
 def measure(dtype: str, options: Any, folder: Path) -> dict[str, Any]:
@@ -121,6 +131,7 @@ def measure(dtype: str, options: Any, folder: Path) -> dict[str, Any]:
             for name, make in makers.items()
             if name in {"stock", *wanted}
         }
+        print(f"{len(forwards)} variants are ready", flush=True)
         found = in_turns(forwards, prompts, options)
     packed = [shape[:2] for shape, plan in plans.layers.items() if plan.packed]
     return {
@@ -149,6 +160,7 @@ def main() -> None:
     parser.add_argument("--suffix", type=int, default=20, help="tokens of a hit")
     parser.add_argument("--hits", type=int, default=3)
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=600.0, help="for all rounds")
     parser.add_argument("--variants", nargs="+", help="only these, and stock")
     parser.add_argument("--cache", type=Path, help="keeps the start-up probe's figures")
     by_dtype("forward_variants", parser.parse_args(), HEAD, measure, rows_of)

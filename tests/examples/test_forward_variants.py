@@ -118,7 +118,7 @@ def test_a_round_is_a_prompt_then_hits_then_steps() -> None:
 
 def test_the_table_has_a_row_a_variant_and_the_first_round_does_not_count() -> None:
     class Options:
-        suffix, hits, steps = 2, 1, 1
+        suffix, hits, steps, seconds = 2, 1, 1, 60.0
 
     forwards = {"stock": Scripted(), "+ kv": Scripted()}
     found = in_turns(forwards, [[1, 2, 3]] * 4, Options)
@@ -127,3 +127,13 @@ def test_the_table_has_a_row_a_variant_and_the_first_round_does_not_count() -> N
     assert [row[1] for row in rows] == ["stock", "+ kv"]
     assert [row[-1] for row in rows] == ["4/4", "4/4"]
     assert rows[0][3] == "1.00 (1.00-1.00)"
+
+
+def test_a_long_run_ends_after_a_round_that_counts() -> None:
+    class Options:
+        suffix, hits, steps, seconds = 2, 1, 1, 0.0
+
+    found = in_turns({"stock": Scripted()}, [[1, 2, 3]] * 9, Options)
+    assert found["prompts"] == 2
+    assert len(found["seconds"]["stock"]["hit"]) == 1
+    assert found["same"] == {"stock": 2}
