@@ -33,7 +33,7 @@ from pcr_core.loop import EngineLoop
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.overlap import OverlapChoice
-from pcr_core.model.prefill import Prefilled
+from pcr_core.model.prefill import Prefill, Prefilled
 from pcr_core.model.runner import Row, Runner
 from pcr_core.model.setup import Prepared, model_prepared
 from pcr_core.model.streams import OVERLAPS, streams_opened
@@ -46,12 +46,12 @@ ONE = SamplingParams(max_tokens=1)
 
 
 class NotingRunner(Runner):
-    """Keeps the last prefill's forwards."""
+    """Keeps the last prefill, for its forwards."""
 
-    last: Prefilled
+    last: Prefill
 
-    def prefill(self, row: Row, tokens: Sequence[int], io: ChunkIO) -> Prefilled:
-        self.last = super().prefill(row, tokens, io)
+    def begin_prefill(self, row: Row, tokens: Sequence[int], io: ChunkIO) -> Prefill:
+        self.last = super().begin_prefill(row, tokens, io)
         return self.last
 
 
@@ -189,7 +189,7 @@ class Bench:
                 if number >= 0:
                     seconds[name].append(took)
             if number >= 0:
-                layer.append(layer_times(self._servers["none"].runner.last))
+                layer.append(layer_times(self._servers["none"].runner.last.result()))
         times = {
             lane: statistics.median(one[lane] for one in layer) for lane in layer[0]
         }
