@@ -62,6 +62,7 @@ class Parts:
     overlap: OverlapChoice
     graphs: GraphsChoice
     chunk_tokens: int
+    weight_bytes: int
     loop: EngineLoop
 
     def stats(self) -> EngineStats:
@@ -93,6 +94,7 @@ class Parts:
             cancelled=loop.cancelled,
             failed=loop.failed,
             working_bytes=runner.buffer_bytes,
+            weight_bytes=self.weight_bytes,
             decisions=loop.tiers.decisions(loaded.context_window),
             cache=loop.tiers.snapshot(),
             documents=loop.documents,
@@ -157,6 +159,7 @@ def build(
         prepared.overlap,
         prepared.graphs,
         prepared.chunk_tokens,
+        prepared.weight_bytes,
         loop,
     )
 

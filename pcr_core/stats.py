@@ -325,6 +325,8 @@ class EngineStats:
         finished, cancelled, failed: Requests that ended so.
         working_bytes: KV memory where the model computes, beside the DRAM tier: of the
             running requests, and of finished ones that keep theirs.
+        weight_bytes: Weights that are in memory twice while the engine is open: the
+            output head, packed for decode steps beside the model's own.
         decisions: What steers the tiers now.
         cache: Counters of the tiers.
         documents: What finished requests have reused of each document named with them,
@@ -354,6 +356,7 @@ class EngineStats:
     cancelled: int
     failed: int
     working_bytes: int
+    weight_bytes: int
     decisions: Decisions
     cache: CacheStats
     documents: tuple[DocumentTotals, ...] = ()

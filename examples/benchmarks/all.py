@@ -49,11 +49,21 @@ EXPERIMENTS = (
     Experiment("decode", "tokens per second, one row to eight", SHORT),
     Experiment("sampling", "choosing a token", "--rounds 1"),
     Experiment("exact_modes", "what exactness costs", SHORT),
+    Experiment(
+        "forward_variants",
+        "the forward, piece by piece",
+        f"{SHORT} --hits 1 --steps 2",
+    ),
+    Experiment(
+        "profile_forward",
+        "where a forward's time goes",
+        "--tokens 300 --dtypes float32 --hits 2 --steps 2",
+    ),
     Experiment("chunk_sizes", "which chunk size", SHORT),
     Experiment("overlap", "copies beside compute", SHORT),
     Experiment("slow_disk", "reads layer by layer from a slow disk", SHORT),
     Experiment("prefetch", "reads while requests wait", SHORT),
-    Experiment("memory", "peak memory", f"{SHORT} --prompts 2"),
+    Experiment("memory", "peak memory", f"{SHORT} --prompts 4 --at-once 1 2"),
     Experiment(
         "speculation",
         "prefill beside the search",

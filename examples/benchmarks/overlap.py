@@ -2,9 +2,12 @@
 
     python -m examples.benchmarks.overlap
 
+    python -m examples.benchmarks.overlap --modes auto --rounds 15 --matched 0 0.5 0.95
+
 The engine's own loop, on one thread, with the copies of each mode; ``auto`` is the mode
-that the start-up probe chose, measured like the others, so that what it differs by from
-the same mode is noise. In every round each mode gets a prompt of which a part is in
+that the start-up probe chose, measured like the others: where it chose ``none``, the
+two run the same code and what they differ by is noise. The second command compares only
+these two, in more rounds. In every round each mode gets a prompt of which a part is in
 DRAM and the rest is new; ratios are taken within a round. Beside them the model of the
 layer-wise pipeline (PCR, arXiv 2603.23049): what is stage by stage within a layer, and
 ``T = sum(stages) + (n - 1) * max(stages)`` over ``n`` layers, from the times that one
@@ -24,13 +27,13 @@ from typing import Any
 
 from examples.benchmarks.common import Spread, arguments, ratios, real_tokens
 from examples.benchmarks.report import Run
-from pcr_core import EngineConfig, SamplingParams
+from pcr_core import EngineConfig, Result, SamplingParams
 from pcr_core.index.chunk import ChunkLayout, chunk_keys
 from pcr_core.loop import EngineLoop
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.overlap import OverlapChoice
-from pcr_core.model.prefill import Prefilled
+from pcr_core.model.prefill import Prefill, Prefilled
 from pcr_core.model.runner import Row, Runner
 from pcr_core.model.setup import Prepared, model_prepared
 from pcr_core.model.streams import OVERLAPS, streams_opened
@@ -38,16 +41,17 @@ from pcr_core.request import Request
 from pcr_core.tiers import CudaRegistrar, open_tiers
 
 MATCHED = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95)
+BESIDE = (*OVERLAPS[1:], "auto")
 ONE = SamplingParams(max_tokens=1)
 
 
 class NotingRunner(Runner):
-    """Keeps the last prefill's forwards."""
+    """Keeps the last prefill, for its forwards."""
 
-    last: Prefilled
+    last: Prefill
 
-    def prefill(self, row: Row, tokens: Sequence[int], io: ChunkIO) -> Prefilled:
-        self.last = super().prefill(row, tokens, io)
+    def begin_prefill(self, row: Row, tokens: Sequence[int], io: ChunkIO) -> Prefill:
+        self.last = super().begin_prefill(row, tokens, io)
         return self.last
 
 
@@ -94,6 +98,12 @@ class Server:
 
     def ttft(self, tokens: list[int], cached: int) -> float:
         """Seconds to the first token of a prompt of which so much must be cached."""
+        result = self.serve(tokens)
+        assert result.usage.cached_tokens == cached, result.usage
+        return float(result.timing.ttft)
+
+    def serve(self, tokens: list[int]) -> Result:
+        """Answer with one token."""
         while self._loop.idle():  # as an engine does when nobody waits
             pass
         keys = chunk_keys(self._namespace, tokens, self._chunk)
@@ -101,9 +111,8 @@ class Server:
         self._loop.add(request)
         while self._loop.busy:
             self._loop.step()
-        result = request.completion.result(timeout=0)
-        assert result.usage.cached_tokens == cached, result.usage
-        return float(result.timing.ttft)
+        result: Result = request.completion.result(timeout=0)
+        return result
 
 
 def layer_times(prefilled: Prefilled) -> dict[str, float]:
@@ -138,7 +147,7 @@ class Bench:
         self._lifetimes = ExitStack()
         config = EngineConfig(
             model=options.model,
-            cache_dir=folder,
+            cache_dir=options.cache or folder,
             dtype=dtype,
             threads=options.threads,
             dram_bytes="512MiB",
@@ -147,7 +156,8 @@ class Bench:
         self._loaded = load(config)
         prepared = self._lifetimes.enter_context(model_prepared(self._loaded, config))
         self.choice: OverlapChoice = prepared.overlap
-        modes = {**{mode: mode for mode in OVERLAPS}, "auto": self.choice.mode}
+        every = {**{mode: mode for mode in OVERLAPS}, "auto": self.choice.mode}
+        modes = {name: every[name] for name in ("none", *options.modes)}
         self._servers = {
             name: Server(self._loaded, prepared, mode, config, self._lifetimes)
             for name, mode in modes.items()
@@ -155,8 +165,6 @@ class Bench:
         self.cuts = prepared.runner.cuts.name
         self.layers = len(self._loaded.shapes)
         self._shared = real_tokens(self._loaded.tokenizer, options.tokens)
-        for server in self._servers.values():
-            server.ttft(self._shared, 0)
 
     def prompt(self, matched: int, number: int) -> list[int]:
         """So many stored tokens, then real text that nobody has seen there."""
@@ -170,6 +178,8 @@ class Bench:
         matched = round(ratio * self._options.tokens / chunk) * chunk
         seconds: dict[str, list[float]] = {name: [] for name in self._servers}
         layer: list[dict[str, float]] = []
+        for server in self._servers.values():
+            server.serve(self._shared)  # which earlier rounds may have evicted
         for number in range(-1, self._options.rounds):  # the first round warms up
             prompt = self.prompt(matched, number + 2)
             names = list(self._servers)
@@ -179,7 +189,7 @@ class Bench:
                 if number >= 0:
                     seconds[name].append(took)
             if number >= 0:
-                layer.append(layer_times(self._servers["none"].runner.last))
+                layer.append(layer_times(self._servers["none"].runner.last.result()))
         times = {
             lane: statistics.median(one[lane] for one in layer) for lane in layer[0]
         }
@@ -190,6 +200,7 @@ class Bench:
 
 
 def row_of(dtype: str, ratio: float, found: dict[str, Any]) -> list[str]:
+    """Each mode's time beside that of ``none``, within rounds."""
     seconds = found["seconds"]
     beside = [ratios(seconds[name], seconds["none"]).ratio() for name in seconds]
     return [
@@ -219,8 +230,6 @@ def model_row(
     ]
 
 
-MEASURED = ("dtype", "matched (tokens)", "none, ms", "up / none", "down / none",
-            "both / none", "auto / none")  # fmt: skip
 MODELLED = ("dtype", "matched (tokens)", "load, ms a layer", "compute", "offload",
             "rest, ms", "T up / none", "T down / none", "T both / none")  # fmt: skip
 
@@ -228,7 +237,15 @@ MODELLED = ("dtype", "matched (tokens)", "load, ms a layer", "compute", "offload
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--chunk-tokens", type=int, default=64)
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=BESIDE,
+        default=list(BESIDE),
+        help="what to measure beside none",
+    )
     parser.add_argument("--matched", type=float, nargs="+", default=list(MATCHED))
+    parser.add_argument("--cache", type=Path, help="keeps the start-up probe's figures")
     parser.set_defaults(tokens=1280)  # in chunks of 64, every ratio comes out even
     options = parser.parse_args()
     measured: list[list[str]] = []
@@ -244,7 +261,8 @@ def main() -> None:
                 measured.append(row_of(dtype, ratio, one))
                 modelled.append(model_row(dtype, ratio, one, bench.layers))
             bench.close()
-        run.table(MEASURED, measured)
+        beside = (f"{mode} / none" for mode in options.modes)
+        run.table(("dtype", "matched (tokens)", "none, ms", *beside), measured)
         run.table(MODELLED, modelled, "From one layer's times without overlap:")
 
 

@@ -108,7 +108,8 @@ class PackedKernel:
         out.copy_(self(rows))
 
 
-def _bias(layer: nn.Linear) -> torch.Tensor | None:
+def bias_of(layer: nn.Linear) -> torch.Tensor | None:
+    """The layer's bias, if it has one."""
     bias: torch.Tensor | None = layer.bias  # nn.Linear declares it as never None
     return None if bias is None else bias.detach()
 
@@ -147,8 +148,8 @@ def measure(layers: Sequence[nn.Linear]) -> LayerPlan:
     weights = [
         layer.weight.detach() for layer in layers[: 2 if large else _TIMED_LAYERS]
     ]
-    bias = _bias(layers[0])
-    rows = _noise(weights[0])
+    bias = bias_of(layers[0])
+    rows = noise_for(weights[0])
     plain = [PlainKernel(w, bias) for w in weights]
     found = LayerPlan(
         False, best_class(_classes(plain, rows, sizes)), few_tiles(plain, rows)
@@ -159,10 +160,10 @@ def measure(layers: Sequence[nn.Linear]) -> LayerPlan:
     other = LayerPlan(
         True, best_class(_classes(packed, rows, sizes)), few_tiles(packed, rows)
     )
-    return _better(found, other)
+    return better_plan(found, other)
 
 
-def _better(plain: LayerPlan, packed: LayerPlan) -> LayerPlan:
+def better_plan(plain: LayerPlan, packed: LayerPlan) -> LayerPlan:
     """The plan that costs less over a hit, a prompt and decode steps."""
     ratios = [packed.tiles.seconds(n) / plain.tiles.seconds(n) for n in JUDGED]
     ratios += [packed.few.seconds(n) / plain.few.seconds(n) for n in FEW_JUDGED]
@@ -178,7 +179,7 @@ def few_tiles(kernels: Sequence[Kernel], rows: torch.Tensor) -> RowTiles:
     return best_class(_classes(kernels, some, FEW_SIZES, FEW_SIZES), FEW_JUDGED)
 
 
-def _noise(weight: torch.Tensor) -> torch.Tensor:
+def noise_for(weight: torch.Tensor) -> torch.Tensor:
     """As many rows as the largest tile has."""
     noise = torch.Generator().manual_seed(0)
     return torch.randn(max(SIZES), weight.shape[1], generator=noise).to(weight.dtype)
@@ -278,36 +279,9 @@ def output_widths(model: Any) -> set[int]:
     return {layer.out_features for layer in _layers(model)}
 
 
-def _is_decode(x: torch.Tensor) -> bool:
+def is_decode(x: torch.Tensor) -> bool:
     """Whether this is one token of each row: ``[rows, 1, width]``."""
     return x.shape[-2] == 1 if x.ndim > 1 else True
-
-
-class _InstalledHead:
-    """The output head: in tiles for one token a row, as it was for all others."""
-
-    def __init__(self, head: nn.Linear, plan: LayerPlan) -> None:
-        self._head = head
-        self._few = plan.few
-        weight, bias = head.weight.detach(), _bias(head)
-        self._kernel: Kernel = PlainKernel(weight, bias)
-        if plan.packed:
-            # A copy, as the embedding may be the same tensor; of that only the rows
-            # that are looked up are needed in memory.
-            self._kernel = PackedKernel(onednn.pack(weight), bias)
-            page_out(weight.data_ptr(), weight.nbytes)
-        head.__dict__["forward"] = self.forward
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features]`` -> ``[..., out_features]``."""
-        if not _is_decode(x):
-            return functional.linear(x, self._head.weight, self._head.bias)
-        rows, width = x.reshape(-1, x.shape[-1]), self._head.out_features
-        return in_tiles(rows, self._kernel, self._few, width).view(*x.shape[:-1], width)
-
-    def remove(self) -> None:
-        """Put back its own forward."""
-        del self._head.__dict__["forward"]
 
 
 class _Installed:
@@ -319,7 +293,7 @@ class _Installed:
         self._few = plan.few
         self._packed = plan.packed
         self._trainable = layer.weight.requires_grad
-        bias = _bias(layer)
+        bias = bias_of(layer)
         if plan.packed:
             plain = layer.weight.detach()
             packed = onednn.pack(plain)
@@ -334,7 +308,7 @@ class _Installed:
         """``[..., in_features]`` -> ``[..., out_features]``."""
         rows = x.reshape(-1, self._layer.in_features)
         width = self._layer.out_features
-        tiles = self._few if _is_decode(x) else self._tiles
+        tiles = self._few if is_decode(x) else self._tiles
         out = in_tiles(rows, self._kernel, tiles, width)
         return out.view(*x.shape[:-1], width)
 
@@ -357,51 +331,20 @@ def plan_layers(model: Any) -> Mapping[Shape, LayerPlan]:
     return {shape: measure(layers) for shape, layers in groups.items()}
 
 
-def plan_head(model: Any) -> LayerPlan | None:
-    """Measure the output head for decode steps; ``None`` if it cannot be tiled.
-
-    Prefills compute one row of it, too, so its tiles for many rows are not used.
-    """
-    head = _head(model)
-    if head is None:
-        return None
-    weight, bias = head.weight.detach(), _bias(head)
-    rows = _noise(weight)
-    few = few_tiles([PlainKernel(weight, bias)], rows)
-    plain = LayerPlan(False, few, few)
-    if not onednn.supports(weight.dtype):
-        return plain
-    few = few_tiles([PackedKernel(onednn.pack(weight), bias)], rows)
-    return _better(plain, LayerPlan(True, few, few))
-
-
-def _head(model: Any) -> nn.Linear | None:
-    """The output head, if it is a plain layer on a CPU that nobody has hooked."""
-    head = model.get_output_embeddings()
-    plain = type(head) is nn.Linear and "forward" not in head.__dict__
-    return head if plain and head.weight.device.type == "cpu" else None
-
-
 def _shape(layer: nn.Linear) -> Shape:
-    return layer.in_features, layer.out_features, _bias(layer) is not None
+    return layer.in_features, layer.out_features, bias_of(layer) is not None
 
 
 @contextmanager
-def row_tiles_installed(
-    model: Any, plans: Mapping[Shape, LayerPlan], head_plan: LayerPlan | None = None
-) -> Iterator[None]:
+def row_tiles_installed(model: Any, plans: Mapping[Shape, LayerPlan]) -> Iterator[None]:
     """Run the model's linear layers in tiles; restore them afterwards.
 
     Args:
         model: See above.
         plans: From ``plan_layers``.
-        head_plan: From ``plan_head``; ``None`` leaves the output head as it is.
     """
-    installed: list[_Installed | _InstalledHead] = []
+    installed: list[_Installed] = []
     try:
-        head = _head(model)
-        if head is not None and head_plan is not None:
-            installed.append(_InstalledHead(head, head_plan))
         for layer in list(_layers(model)):
             installed.append(_Installed(layer, plans[_shape(layer)]))
         yield

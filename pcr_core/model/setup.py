@@ -24,8 +24,9 @@ from pcr_core.model.fingerprint import model_fields
 from pcr_core.model.graphs import graphs_for
 from pcr_core.model.graphs_probe import GraphsChoice, choose_graphs
 from pcr_core.model.lean import lean_candidates, lean_layers_installed
-from pcr_core.model.linear import plan_head, plan_layers, row_tiles_installed
+from pcr_core.model.linear import plan_layers, row_tiles_installed
 from pcr_core.model.loading import LoadedModel
+from pcr_core.model.output_head import head_installed, plan_head
 from pcr_core.model.overlap import OverlapChoice, choose_overlap
 from pcr_core.model.prefill_plan import Cuts, free, grid, shape_independent
 from pcr_core.model.runner import READY_BYTES, Runner
@@ -49,6 +50,7 @@ class Prepared:
         overlap: Which copies run beside it.
         chunk_tokens: Tokens per chunk.
         graphs: Whether decode steps are recorded.
+        weight_bytes: Bytes of weights that are kept twice.
     """
 
     runner: Runner
@@ -56,6 +58,7 @@ class Prepared:
     overlap: OverlapChoice
     chunk_tokens: int
     graphs: GraphsChoice
+    weight_bytes: int
 
 
 @contextmanager
@@ -84,7 +87,8 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
         with (
             attention_installed(loaded.model, attention),
             lean_layers_installed(loaded.model, attention),
-            row_tiles_installed(loaded.model, verdict.layers, verdict.head),
+            row_tiles_installed(loaded.model, verdict.layers),
+            head_installed(loaded.model, verdict.head) as weight_bytes,
             ExitStack() as lifetimes,
         ):
             cuts = choose_cuts(config, exact_is_free=verdict.shape_independent)
@@ -106,7 +110,9 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
             namespace = _namespace(fields, config, runner, loaded)
             graphs = _graphs(loaded, config, runner)
             runner.make_ready()
-            yield Prepared(runner, namespace, overlap, chunk_tokens, graphs)
+            yield Prepared(
+                runner, namespace, overlap, chunk_tokens, graphs, weight_bytes
+            )
     finally:
         loaded.model.train(training)
         delattr(loaded.model, _IN_USE)
@@ -209,7 +215,8 @@ def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:
         eligible = probe.may_be_shape_independent(loaded)
         layers = plan_layers(loaded.model)
         head = plan_head(loaded.model)
-        tiles.enter_context(row_tiles_installed(loaded.model, layers, head))
+        tiles.enter_context(row_tiles_installed(loaded.model, layers))
+        tiles.enter_context(head_installed(loaded.model, head))
         try:
             exact = eligible and probe.is_shape_independent(loaded, chunk_tokens)
             decoding = probe.how_rows_decode(loaded, chunk_tokens)

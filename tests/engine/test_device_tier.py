@@ -23,6 +23,9 @@ from pcr_core import (
     ModelError,
     SamplingParams,
 )
+from pcr_core.model import onednn, setup
+from pcr_core.model.linear import LayerPlan
+from pcr_core.model.row_tiles import RowTiles
 from pcr_core.model.runner import Runner
 from tests.engine.kit import (
     GREEDY,
@@ -305,6 +308,21 @@ def test_a_failed_request_leaves_nothing(
 
 
 # --- memory ---
+
+
+def test_weights_that_are_there_twice_are_counted(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget is worth what it counts: the packed head stands beside the model's."""
+    packs = onednn.supports(torch.float32)
+    plan = LayerPlan(packs, RowTiles({1: 1.0}))
+    installed = setup.head_installed
+    monkeypatch.setattr(
+        setup, "head_installed", lambda model, _: installed(model, plan)
+    )
+    with make_engine() as engine:
+        head = engine.model.get_output_embeddings()
+        assert engine.stats().weight_bytes == (head.weight.nbytes if packs else 0)
 
 
 def test_rows_at_rest_give_way_to_a_forward(

@@ -75,6 +75,24 @@ def test_what_the_probe_chose_is_used_and_shown(
         assert text in str(stats)
 
 
+def test_auto_that_chose_none_is_none(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be slower: nothing that runs a request tells the two apart."""
+    monkeypatch.setattr(setup, "choose_overlap", lambda *_: OverlapChoice("none"))
+
+    def parts(mode: str) -> Any:
+        with make_engine(overlap=mode) as engine:
+            runner, stats = engine._runner, engine.stats()
+            streams = runner.streams
+            lanes = [type(streams.load), type(streams.offload), type(streams.stopwatch)]
+            assert copy_threads() == []
+            about = (runner.cuts, runner.chunk_tokens, runner.decoding)
+            return (streams.mode, lanes, *about, stats.namespace, stats.overlap)
+
+    assert parts("auto") == parts("none")
+
+
 @pytest.mark.parametrize("value", ["sideways", "", None, True, "UP"])
 def test_other_modes_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="overlap"):
