@@ -99,10 +99,9 @@ class Peer:
         """Why it cannot take part, and what to do about it; None if it can."""
         if self.environment is None:
             return None
-        interpreter = python(bench, self.environment)
-        if not interpreter.is_file():
-            target = f".bench/{self.environment}"
-            return f"{interpreter} is not there; `make {target}` builds it"
+        folder = bench.environments / self.environment
+        if not (folder / "made.stamp").is_file():  # or it is half built
+            return f"{folder} is not complete; `make .bench/{folder.name}` builds it"
         if self.environment == "llama" and bench.gguf is None:
             return "no GGUF file of this model; name one with --gguf"
         return None

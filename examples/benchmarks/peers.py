@@ -235,7 +235,10 @@ def measure(dtype: str, options: Any, run: Run) -> None:
 def frame(dtype: str, options: Any, model: str, size: Stretch, folder: Path) -> Bench:
     """What all systems have in common."""
     gguf = gguf_of(options)
-    wanted = "llama.cpp f32" in options.systems and (options.envs / "llama").is_dir()
+    wanted = (
+        "llama.cpp f32" in options.systems
+        and (options.envs / "llama" / "made.stamp").is_file()
+    )
     return Bench(
         model=model,
         gguf=gguf,

@@ -209,6 +209,8 @@ def test_llama_is_left_out_without_a_file_for_it(tmp_path, capsys):
     interpreter = tmp_path / "envs" / "llama" / "bin" / "python"
     interpreter.parent.mkdir(parents=True)
     interpreter.touch()
+    assert not [*present(["llama.cpp"], bench(tmp_path))]  # its build did not end
+    (tmp_path / "envs" / "llama" / "made.stamp").touch()
     assert [*present(["llama.cpp"], bench(tmp_path))]
     assert not [*present(["llama.cpp"], bench(tmp_path, gguf=None))]
     assert "--gguf" in capsys.readouterr().out
