@@ -92,7 +92,7 @@ def run_engine(dtype: str, options: Any) -> dict[str, int]:
                 )
                 for which in together
             ]
-            while not all(completion.done() for completion in waiting):
+            while not all(completion.done for completion in waiting):
                 note(most, engine)
                 time.sleep(_LOOK)
             note(most, engine)

@@ -9,6 +9,11 @@ from typing import Any
 from examples.benchmarks.overlap import Server, layer_times
 from pcr_core import EngineConfig
 from pcr_core.index.chunk import Namespace
+from pcr_core.model.attention import (
+    AttentionPlan,
+    KvAttention,
+    attention_installed,
+)
 from pcr_core.model.loading import load
 from pcr_core.model.overlap import OverlapChoice
 from pcr_core.model.prefill_plan import free
@@ -27,7 +32,8 @@ def test_a_prompt_that_is_partly_stored(
     runner = Runner(loaded, CHUNK, free())
     namespace = Namespace.of([("test", b"")])
     prepared = Prepared(runner, namespace, OverlapChoice("none"), CHUNK, 0)
-    with ExitStack() as lifetimes:
+    attention = KvAttention(AttentionPlan())
+    with attention_installed(loaded.model, attention), ExitStack() as lifetimes:
         server = Server(loaded, prepared, "none", config, lifetimes)
         server.ttft(PROMPT, 0)
         other = [*PROMPT[: 2 * CHUNK], 3, *PROMPT[2 * CHUNK + 1 :]]

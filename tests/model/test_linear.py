@@ -62,13 +62,13 @@ def installed(model: Any, packed: bool) -> Iterator[None]:
 
 
 def _tiles(layer: nn.Linear, packed: bool) -> RowTiles:
-    weight, bias = layer.weight.detach(), linear._bias(layer)
+    weight, bias = layer.weight.detach(), linear.bias_of(layer)
     kernel = (
         linear.PackedKernel(onednn.pack(weight), bias)
         if packed
         else linear.PlainKernel(weight, bias)
     )
-    return linear.best_class(linear._classes([kernel], linear._noise(weight), SIZES))
+    return linear.best_class(linear._classes([kernel], linear.noise_for(weight), SIZES))
 
 
 def noise(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
