@@ -51,7 +51,7 @@ WINDOW_BUDGETS = (4, 12, 25)
 LOADS = (0.9, 1.15)
 SSD_BUDGETS = (150, 600)
 # RAGCache's hit rates of PGDSF over the others', host memory of 8 to 128 GB, which is 8
-# to 134 of its requests (arXiv 2404.12457, 7.3).
+# to 134 of its requests (arXiv 2404.12457).
 REPORTED = {"gdsf": "1.02-1.32", "lru": "1.06-1.62", "lfu": "1.06-1.75"}
 # A model of 7 billion parameters on an A10G, RAGCache's machine: 4,000 tokens in about
 # a second; attention costs as much as all else at 27,000 tokens of context, by counting

@@ -82,7 +82,7 @@ class CudaGraphs:
         """On a stream beside all other work, where nothing else can get into it."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        beside = torch.cuda.Stream(self._device)
+        beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._warm_up(step, beside)
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on using the device, to page-lock memory for one.

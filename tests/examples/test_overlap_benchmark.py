@@ -14,6 +14,7 @@ from pcr_core.model.attention import (
     KvAttention,
     attention_installed,
 )
+from pcr_core.model.graphs_probe import GraphsChoice
 from pcr_core.model.loading import load
 from pcr_core.model.overlap import OverlapChoice
 from pcr_core.model.prefill_plan import free
@@ -31,7 +32,9 @@ def test_a_prompt_that_is_partly_stored(
     loaded = load(config, make_tiny_model("llama"), tiny_tokenizer)
     runner = Runner(loaded, CHUNK, free())
     namespace = Namespace.of([("test", b"")])
-    prepared = Prepared(runner, namespace, OverlapChoice("none"), CHUNK, 0)
+    prepared = Prepared(
+        runner, namespace, OverlapChoice("none"), CHUNK, GraphsChoice(), 0
+    )
     attention = KvAttention(AttentionPlan())
     with attention_installed(loaded.model, attention), ExitStack() as lifetimes:
         server = Server(loaded, prepared, "none", config, lifetimes)
