@@ -51,6 +51,23 @@ def page_out(address: int, size: int) -> bool:
     return _advise(address, size, _MADV_PAGEOUT)
 
 
+def trim() -> bool:
+    """Give memory that was freed back to the system, where the C library keeps it.
+
+    After a model has been loaded and prepared: glibc holds on to what was freed between
+    blocks in use, of weights half as much as the model itself.
+
+    Returns:
+        Whether this C library can do it.
+    """
+    try:
+        function = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # not glibc
+        return False
+    function(ctypes.c_size_t(0))
+    return True
+
+
 def _advise(address: int, size: int, advice: int) -> bool:
     madvise = _madvise()
     if madvise is None:

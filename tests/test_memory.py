@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 from pathlib import Path
@@ -154,3 +155,32 @@ def test_a_collector_that_is_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def anonymous() -> int:
+    """Bytes of this process's memory that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(x.split()[1]) * 1024 for x in lines if x.startswith("RssAnon"))
+
+
+def test_freed_memory_is_given_back() -> None:
+    """What is left in use behind it keeps the C library from doing it by itself."""
+    if not memory.trim():
+        pytest.skip("this C library keeps what was freed")
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    block, count = 2**16, 500
+    blocks = [libc.malloc(ctypes.c_size_t(block)) for _ in range(count)]
+    for address in blocks:
+        ctypes.memset(address, 1, block)
+    for address in blocks[:-1]:
+        libc.free(ctypes.c_void_p(address))
+    before = anonymous()
+    assert memory.trim()
+    assert before - anonymous() > block * count // 2
+    libc.free(ctypes.c_void_p(blocks[-1]))
+
+
+def test_another_c_library_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert memory.trim() is False

@@ -68,7 +68,9 @@ class Fused:
         self.linear.__dict__["_pcr_parts"] = self._parts
         for index, part in enumerate(self._parts):
             plain = part.weight.detach()
-            part.weight = nn.Parameter(plain[:0], requires_grad=False)
+            # Not ``plain[:0]``, which would keep all of the memory.
+            nothing = plain.new_empty((0, plain.shape[1]))
+            part.weight = nn.Parameter(nothing, requires_grad=False)
             page_out(plain.data_ptr(), plain.nbytes)
             part.__dict__["forward"] = self._slice(index)
 

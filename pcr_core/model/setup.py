@@ -12,7 +12,7 @@ import torch
 from pcr_core.config import EngineConfig
 from pcr_core.errors import ConfigError, ModelError, UnsupportedModelError
 from pcr_core.index.chunk import Namespace
-from pcr_core.memory import available_bytes
+from pcr_core.memory import available_bytes, trim
 from pcr_core.model import probe
 from pcr_core.model.attention import (
     AttentionPlan,
@@ -110,6 +110,7 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
             namespace = _namespace(fields, config, runner, loaded)
             graphs = _graphs(loaded, config, runner)
             runner.make_ready()
+            trim()
             yield Prepared(
                 runner, namespace, overlap, chunk_tokens, graphs, weight_bytes
             )

@@ -131,6 +131,23 @@ def test_a_part_still_answers_for_itself(make_tiny_model: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", LEAN)
+def test_no_weight_is_kept_twice(make_tiny_model: Any, kind: str) -> None:
+    """Neither by a part that is a view of what it was, nor beside its packed copy."""
+    model = make_tiny_model(kind)
+    with (
+        attention_installed(model, ATTENTION),
+        lean_layers_installed(model, ATTENTION),
+        row_tiles_installed(model, plan_layers(model)),
+    ):
+        dense = [p for p in model.parameters() if p.layout is torch.strided]
+        assert dense
+        held = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in dense}
+        assert sum(storage.nbytes() for storage in held.values()) <= sum(
+            p.nbytes for p in dense
+        )
+
+
+@pytest.mark.parametrize("kind", LEAN)
 def test_every_product_is_in_tiles(make_tiny_model: Any, kind: str) -> None:
     """The fused ones as well; and one copy of the weights is kept."""
     model = make_tiny_model(kind)
