@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from typing import Any
 
@@ -16,6 +14,7 @@ from pcr_core import (
     RequestError,
     SamplingParams,
 )
+from tests.ctrl_c import press_ctrl_c
 from tests.engine.kit import (
     GREEDY,
     Reads,
@@ -347,15 +346,17 @@ def test_an_interrupt_while_waiting_for_reads(
 ) -> None:
     engine = make_engine(prefetch=prefetch, prefetch_timeout=60.0)
     reads.close()
+    noticed = threading.Event()
     press = threading.Thread(
         target=lambda: (
             until(lambda: reads.begun == begun, "readers"),
-            os.kill(os.getpid(), signal.SIGINT),
+            press_ctrl_c(noticed.is_set),
         )
     )
     press.start()
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompts[0], GREEDY)
+    noticed.set()
     press.join(60)
     assert ask(engine, fresh(100)).token_ids
     assert engine.stats().cancelled == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from pcr_core import ModelError, PromptTooLongError
 from pcr_integrations.langchain import PCRLLM, ChatPCR
 from pcr_integrations.langchain._batches import Turns
+from tests.ctrl_c import press_ctrl_c
 from tests.integrations.asking import PROMPTS, WAYS, abatch, asked, batch, echo, texts
 
 MakeEngine = Callable[..., Any]
@@ -250,8 +250,7 @@ def test_ctrl_c_cancels_all_of_it(make_engine: MakeEngine, model: Any) -> None:
 
     def press() -> None:
         until(lambda: len(engine.completions) == 5, main)
-        signal.pthread_kill(main.ident, signal.SIGINT)
-        until(lambda: all(one.cancelled for one in engine.completions), main)
+        press_ctrl_c(lambda: all(one.cancelled for one in engine.completions))
         engine.step(5)
 
     with in_a_thread(press), pytest.raises(KeyboardInterrupt):

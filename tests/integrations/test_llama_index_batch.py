@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
 from pcr_core import ModelError, PromptTooLongError, QueueFullError, RequestError
 from pcr_integrations.llama_index import PCRLLM, abatch_query, batch_query
+from tests.ctrl_c import press_ctrl_c
 
 MakeEngine = Callable[..., Any]
 pytestmark = pytest.mark.timeout(60)
@@ -461,12 +461,9 @@ def test_ctrl_c_cancels_the_requests(
 
     def press() -> None:
         arrivals(engine, len(QUESTIONS))
-        signal.pthread_kill(main, signal.SIGINT)
-        while not all(completion.cancelled for completion in engine.completions):
-            threading.Event().wait(0.001)
+        press_ctrl_c(lambda: all(one.cancelled for one in engine.completions))
         engine.step(1000)  # the engine notices within one step
 
-    main = threading.get_ident()
     pressing = InThread(press)
     with pytest.raises(KeyboardInterrupt):
         batch_query(query_engine, QUESTIONS)
