@@ -16,8 +16,10 @@ PLACE = {"model": Path("model"), "probes": Path("probes")}
 class Item:
     """What is used of a test that pytest has collected."""
 
-    def __init__(self, name: str, *marks: pytest.MarkDecorator, **params: Any) -> None:
-        self.nodeid, self.marks = name, [mark.mark for mark in marks]
+    def __init__(
+        self, nodeid: str, /, *marks: pytest.MarkDecorator, **params: Any
+    ) -> None:
+        self.nodeid, self.marks = nodeid, [mark.mark for mark in marks]
         if params:
             self.callspec = SimpleNamespace(params=params)
 
