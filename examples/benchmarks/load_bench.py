@@ -69,12 +69,19 @@ class LoadBench:
     Attributes:
         alone: Seconds of a request that finds nothing, served alone: a mean.
         kv: Size of the model's KV.
+        alone_ttft: Seconds of that to the first token.
         chunk_tokens: Tokens per chunk.
+        dram_bytes: Budget of the DRAM tier.
+
+    Raises:
+        SystemExit: If the folder has chunks already: they would be removed.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
         self._folder = folder
+        if (folder / "kv").exists():
+            raise SystemExit(f"{folder} has chunks (kv) that would go; take another")
         self._loaded: LoadedModel = load(EngineConfig(**self.settings()))
         model = self._loaded.model
         dtype = str(model.dtype).removeprefix("torch.")
@@ -114,10 +121,6 @@ class LoadBench:
     def rounds(self) -> int:
         """Streams with a seed of their own."""
         return len(self._streams)
-
-    def arrivals(self, seed: int) -> list[Arrival]:
-        """The stream of a round."""
-        return self._streams[seed]
 
     def about(self) -> dict[str, Any]:
         """What the figures rest on."""
@@ -290,7 +293,8 @@ def stream_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folder",
         type=Path,
-        help="for chunks and for what a first start measures; default: temporary",
+        help="for what a first start measures, and for chunks, which are removed; it "
+        "must hold none; default: temporary",
     )
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="NAME=VALUE", help="EngineConfig fields"
