@@ -81,10 +81,12 @@ class Engine:
         service = start(self._config, model, tokenizer, self._door)
         self._thread = service.thread
         self._parts = parts = service.parts
-        self._loaded, self._runner, self._loop = parts.loaded, parts.runner, parts.loop
-        self._namespace = parts.namespace
+        self._loaded, self._loop = parts.loaded, parts.loop
         self._intake = Intake(
-            parts.loaded, parts.namespace, parts.chunk_tokens, self._config.namespace
+            parts.loaded,
+            parts.prepared.namespace,
+            parts.prepared.chunk_tokens,
+            self._config.namespace,
         )
         self._end = partial(end, self._door, self._thread, self._pid)
         atexit.register(self._end)

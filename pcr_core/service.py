@@ -23,16 +23,13 @@ import torch
 from pcr_core.config import EngineConfig
 from pcr_core.door import Door
 from pcr_core.errors import EngineClosedError
-from pcr_core.index.chunk import ChunkLayout, Namespace, tenant_digest
+from pcr_core.index.chunk import ChunkLayout, tenant_digest
 from pcr_core.loop import Batching, EngineLoop
 from pcr_core.memory import available_bytes
-from pcr_core.model.graphs_probe import GraphsChoice
 from pcr_core.model.loading import LoadedModel, load
-from pcr_core.model.overlap import OverlapChoice
 from pcr_core.model.prefill_plan import ROW_UNIT, Cuts
-from pcr_core.model.runner import Runner
 from pcr_core.model.sampling import end_token_ids
-from pcr_core.model.setup import model_prepared
+from pcr_core.model.setup import Prepared, model_prepared
 from pcr_core.request import Request
 from pcr_core.stats import EngineStats
 from pcr_core.tiers import (
@@ -50,6 +47,7 @@ _log = logging.getLogger("pcr_core.engine")
 T = TypeVar("T")
 _LOOK_AROUND = 2.0
 """Seconds after which an idle engine looks at what other processes have forgotten."""
+_STEP_FAILED = "a step failed, see the log"
 
 
 @dataclass(frozen=True)
@@ -57,36 +55,30 @@ class Parts:
     """What an engine consists of. Everything but the frozen values is the thread's."""
 
     loaded: LoadedModel
-    runner: Runner
-    namespace: Namespace
-    overlap: OverlapChoice
-    graphs: GraphsChoice
-    chunk_tokens: int
-    weight_bytes: int
+    prepared: Prepared
     loop: EngineLoop
 
     def stats(self) -> EngineStats:
         """Counters and how the engine runs. Engine thread only."""
-        loop, loaded, runner = self.loop, self.loaded, self.runner
-        failed = self.graphs.on and not runner.step.replays
+        loop, loaded, prepared = self.loop, self.loaded, self.prepared
+        runner, overlap, graphs = prepared.runner, prepared.overlap, prepared.graphs
+        failed = graphs.on and not runner.step.replays
         return EngineStats(
             model=loaded.name,
             device=str(loaded.device),
             dtype=str(loaded.dtype).removeprefix("torch."),
             threads=torch.get_num_threads(),
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=prepared.chunk_tokens,
             prefill_cuts=runner.cuts.name,
             exact=runner.cuts.exact,
-            namespace=self.namespace.name,
-            overlap=self.overlap.mode,
-            overlap_ratios=dict(self.overlap.ratios),
-            copying=self.overlap.copying,
+            namespace=prepared.namespace.name,
+            overlap=overlap.mode,
+            overlap_ratios=dict(overlap.ratios),
+            copying=overlap.copying,
             decoding=runner.decoding,
             cuda_graphs=runner.step.replays,
-            cuda_graph_ratios=dict(self.graphs.ratios),
-            cuda_graphs_reason="a step failed, see the log"
-            if failed
-            else self.graphs.reason,
+            cuda_graph_ratios=dict(graphs.ratios),
+            cuda_graphs_reason=_STEP_FAILED if failed else graphs.reason,
             running=loop.running,
             waiting=loop.waiting,
             preempted=loop.preempted,
@@ -94,7 +86,7 @@ class Parts:
             cancelled=loop.cancelled,
             failed=loop.failed,
             working_bytes=runner.buffer_bytes,
-            weight_bytes=self.weight_bytes,
+            weight_bytes=prepared.weight_bytes,
             decisions=loop.tiers.decisions(loaded.context_window),
             cache=loop.tiers.snapshot(),
             documents=loop.documents,
@@ -129,7 +121,7 @@ def build(
         prepare_folder(store)  # a folder that will not do is known before the wait
     loaded = load(config, model, tokenizer)
     prepared = lifetimes.enter_context(model_prepared(loaded, config))
-    runner, namespace = prepared.runner, prepared.namespace
+    runner = prepared.runner
     layout = ChunkLayout(
         loaded.shapes,
         prepared.chunk_tokens,
@@ -139,7 +131,7 @@ def build(
     on_cuda = loaded.device.type == "cuda"
     tiers = open_tiers(
         layout,
-        namespace,
+        prepared.namespace,
         tier_settings(config, runner.cuts),
         dram_bytes=dram_budget(config),
         cache_dir=store,
@@ -152,16 +144,7 @@ def build(
     ends = end_token_ids(loaded.model, loaded.tokenizer)
     record = recorder(config, layout, lifetimes)
     loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record, batching(config))
-    return Parts(
-        loaded,
-        runner,
-        namespace,
-        prepared.overlap,
-        prepared.graphs,
-        prepared.chunk_tokens,
-        prepared.weight_bytes,
-        loop,
-    )
+    return Parts(loaded, prepared, loop)
 
 
 def batching(config: EngineConfig) -> Batching:

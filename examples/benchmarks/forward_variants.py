@@ -27,10 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.benchmarks.common import Spread, arguments, ratios, real_tokens, timed
-from examples.benchmarks.ingredients import Forward, engine_plans, variants
+from examples.benchmarks.ingredients import Forward, opened, variants
 from examples.benchmarks.report import by_dtype
-from pcr_core import EngineConfig
-from pcr_core.model.loading import load
 
 WORK = ("cold", "hit", "step")
 HEAD = ("dtype", "variant", "cold, ms", "/ stock", "hit, ms", "/ stock", "step, ms",
@@ -109,15 +107,7 @@ def in_turns(
 
 def measure(dtype: str, options: Any, folder: Path) -> dict[str, Any]:
     """All variants with one dtype."""
-    config = EngineConfig(
-        model=options.model,
-        cache_dir=options.cache or folder,
-        dtype=dtype,
-        threads=options.threads,
-        overlap="none",
-    )
-    loaded = load(config)
-    plans = engine_plans(loaded, config)
+    loaded, plans = opened(dtype, options, folder)
     room = options.tokens + options.steps
     prompts = [
         real_tokens(loaded.tokenizer, options.tokens, which=number)

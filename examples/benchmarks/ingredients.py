@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,7 @@ from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.fingerprint import model_fields
 from pcr_core.model.lean import lean_candidates, lean_layers_installed
 from pcr_core.model.linear import LayerPlan, Shape, plan_layers, row_tiles_installed
-from pcr_core.model.loading import LoadedModel
+from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.output_head import head_installed
 from pcr_core.model.prefill_plan import Cuts, free
 from pcr_core.model.probe import read_verdict, verdict_path
@@ -71,6 +72,19 @@ def engine_plans(loaded: LoadedModel, config: EngineConfig) -> Plans:
         raise SystemExit(f"the engine's verdict cannot be kept in {config.cache_path}")
     layers = {**plan_layers(loaded.model), **verdict.layers}
     return Plans(verdict.attention, layers, verdict.head, cuts)
+
+
+def opened(dtype: str, options: Any, folder: Path) -> tuple[LoadedModel, Plans]:
+    """The model of a benchmark, and what the engine would do with it."""
+    config = EngineConfig(
+        model=options.model,
+        cache_dir=options.cache or folder,
+        dtype=dtype,
+        threads=options.threads,
+        overlap="none",
+    )
+    loaded = load(config)
+    return loaded, engine_plans(loaded, config)
 
 
 class StockAttention(KvAttention):

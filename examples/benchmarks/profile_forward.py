@@ -21,10 +21,8 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from examples.benchmarks.common import arguments, real_tokens, timed
-from examples.benchmarks.ingredients import Forward, engine_plans, variants
+from examples.benchmarks.ingredients import Forward, opened, variants
 from examples.benchmarks.report import by_dtype
-from pcr_core import EngineConfig
-from pcr_core.model.loading import load
 
 KINDS = {
     "attention": ("attention", "bmm", "softmax"),
@@ -98,15 +96,7 @@ def works(
 
 def measure(dtype: str, options: Any, folder: Path) -> dict[str, Any]:
     """Both systems with one dtype."""
-    config = EngineConfig(
-        model=options.model,
-        cache_dir=options.cache or folder,
-        dtype=dtype,
-        threads=options.threads,
-        overlap="none",
-    )
-    loaded = load(config)
-    plans = engine_plans(loaded, config)
+    loaded, plans = opened(dtype, options, folder)
     ids = real_tokens(loaded.tokenizer, options.tokens)
     room = options.tokens + 3 * options.steps  # warm-up, plain and profiled
     with ExitStack() as lifetimes:

@@ -77,12 +77,7 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
     loaded.model.eval()
     try:
         fields = model_fields(loaded)
-        path = probe.verdict_path(
-            config.cache_path, loaded, (fields, lean_candidates(loaded.model))
-        )
-        verdict = probe.read_verdict(path)
-        if verdict is None:
-            verdict = _probe(loaded, chunk_tokens_for(config, loaded.device), path)
+        verdict = _verdict(loaded, config, fields)
         attention = KvAttention(verdict.attention)
         with (
             attention_installed(loaded.model, attention),
@@ -198,6 +193,19 @@ def chunk_tokens_for(
     if cuts is not None and cuts.step is not None:
         return cuts.step
     return SMALL_CHUNK if device.type == "cpu" else LARGE_CHUNK
+
+
+def _verdict(
+    loaded: LoadedModel, config: EngineConfig, fields: Sequence[tuple[str, bytes]]
+) -> probe.Verdict:
+    """What an earlier start has measured of this model here, or measure it."""
+    path = probe.verdict_path(
+        config.cache_path, loaded, (fields, lean_candidates(loaded.model))
+    )
+    known = probe.read_verdict(path)
+    if known is not None:
+        return known
+    return _probe(loaded, chunk_tokens_for(config, loaded.device), path)
 
 
 def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:

@@ -41,7 +41,9 @@ def answer(result: Result) -> tuple[list[int], list[float] | None]:
 
 def keys_of(engine: Engine, tokens: Sequence[int]) -> list[ChunkKey]:
     """Chunk keys of a prompt."""
-    return chunk_keys(engine._namespace, tokens, engine.config.chunk_tokens)
+    return chunk_keys(
+        engine._parts.prepared.namespace, tokens, engine.config.chunk_tokens
+    )
 
 
 def on_engine_thread(engine: Engine, function: Callable[[], Any]) -> Any:
@@ -87,7 +89,7 @@ def slots_for(engine: Engine, chunks: int) -> int:
 
 def uncached(engine: Engine) -> Engine:
     """The same engine, reusing nothing from now on."""
-    engine._runner.usable_chunks = lambda tokens: 0  # type: ignore[method-assign]
+    engine._parts.prepared.runner.usable_chunks = lambda tokens: 0  # type: ignore[method-assign]
     return engine
 
 

@@ -103,7 +103,7 @@ class Crowd:
 def nothing_held(engine: Engine) -> bool:
     def look() -> bool:
         nodes = engine._loop.tiers._tree.nodes()
-        rows = engine._runner._rows._taken
+        rows = engine._parts.prepared.runner._rows._taken
         return not (engine._loop.tiers._leases or rows or any(n.pins for n in nodes))
 
     return bool(on_engine_thread(engine, look)) and engine._door._waiting == 0

@@ -42,7 +42,7 @@ def test_answers_are_the_same(make_engine: Any) -> None:
         text = dict(engine.stats().rows())["CUDA graphs"]
         assert text == "off (cuda_graphs='off')"
     with make_engine() as engine:
-        step = engine._runner.step
+        step = engine._parts.prepared.runner.step
         assert isinstance(step, StepInSlots)
         for _ in range(2):  # cold, and from DRAM
             found = engine.generate(PROMPTS, SOME)

@@ -51,7 +51,7 @@ def held(engine: Engine) -> list[list[int]]:
     """Tokens of the rows at rest that hold any."""
 
     def look() -> list[list[int]]:
-        rows = engine._runner._rows._resting
+        rows = engine._parts.prepared.runner._rows._resting
         return [row.tokens.tolist() for row in rows if len(row.tokens)]
 
     found: list[list[int]] = on_engine_thread(engine, look)
@@ -62,7 +62,7 @@ def is_clean(engine: Engine) -> bool:
     """Whether all rows at rest are zero, to the last position."""
 
     def look() -> bool:
-        buffers = [row.buffer for row in engine._runner._rows._resting]
+        buffers = [row.buffer for row in engine._parts.prepared.runner._rows._resting]
         sides = [side for one in buffers for side in (*one.keys, *one.values)]
         return not any(bool(side.any()) for side in sides)
 
@@ -373,7 +373,7 @@ def test_no_memory_for_a_row(make: Make, monkeypatch: pytest.MonkeyPatch) -> Non
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return zeros(shape, *arguments, **options)
 
-    on_engine_thread(engine, engine._runner._rows.give_up)
+    on_engine_thread(engine, engine._parts.prepared.runner._rows.give_up)
     monkeypatch.setattr(torch, "zeros", scarce)
     with pytest.raises(ModelError, match="no memory for the KV of 2048 tokens"):
         ask(engine, fresh(2000))
@@ -396,6 +396,6 @@ def test_states_are_told_apart(make: Make) -> None:
     explained = engine.explain(prompt)
     assert "device" in str(explained)
     assert explained.prompt.device_tokens == 96
-    on_engine_thread(engine, engine._runner.forget)
+    on_engine_thread(engine, engine._parts.prepared.runner.forget)
     explained = engine.explain(prompt)
     assert (explained.prompt.device_tokens, explained.prompt.dram_tokens) == (0, 96)

@@ -106,7 +106,7 @@ class Trail:
             ]
             found += [
                 f"row of {len(row.tokens)} tokens"
-                for row in engine._runner._rows._resting
+                for row in engine._parts.prepared.runner._rows._resting
                 if self._token in row.tokens
             ]
             return found

@@ -259,7 +259,12 @@ def _held(engine: Engine) -> tuple[int, int, int, int]:
     tiers = engine._loop.tiers
     nodes = list(tiers._tree.nodes())
     pins = sum(node.pins for node in nodes)
-    return pins, len(tiers._leases), len(nodes), engine._runner.buffer_bytes
+    return (
+        pins,
+        len(tiers._leases),
+        len(nodes),
+        engine._parts.prepared.runner.buffer_bytes,
+    )
 
 
 def test_a_closed_engine_that_is_still_held_gives_its_memory_back(
@@ -267,7 +272,7 @@ def test_a_closed_engine_that_is_still_held_gives_its_memory_back(
 ) -> None:
     engine = make_engine()
     engine.generate(PROMPT, FEW)
-    pool, runner = engine._loop.tiers._pool, engine._runner
+    pool, runner = engine._loop.tiers._pool, engine._parts.prepared.runner
     slab = weakref.ref(pool._slabs[0][0].bytes.obj)
     buffer = weakref.ref(runner._rows._resting[0].buffer.keys[0])
     engine.close()

@@ -34,7 +34,7 @@ def test_a_mode_that_is_asked_for(
     make_engine: Any, mode: str, threads: list[str]
 ) -> None:
     with make_engine(overlap=mode) as engine:
-        streams = engine._runner.streams
+        streams = engine._parts.prepared.runner.streams
         for lane, direction in ((streams.load, "up"), (streams.offload, "down")):
             beside = mode in (direction, "both")
             assert isinstance(lane, WorkerLane if beside else InlineLane)
@@ -66,7 +66,7 @@ def test_what_the_probe_chose_is_used_and_shown(
 ) -> None:
     monkeypatch.setattr(setup, "choose_overlap", lambda *_: choice)
     with make_engine() as engine:
-        assert engine._runner.streams.mode == choice.mode
+        assert engine._parts.prepared.runner.streams.mode == choice.mode
         stats = engine.stats()
         assert stats.overlap == choice.mode
         assert stats.overlap_ratios == choice.ratios
@@ -83,7 +83,7 @@ def test_auto_that_chose_none_is_none(
 
     def parts(mode: str) -> Any:
         with make_engine(overlap=mode) as engine:
-            runner, stats = engine._runner, engine.stats()
+            runner, stats = engine._parts.prepared.runner, engine.stats()
             streams = runner.streams
             lanes = [type(streams.load), type(streams.offload), type(streams.stopwatch)]
             assert copy_threads() == []

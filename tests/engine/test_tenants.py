@@ -35,7 +35,9 @@ def stored_bytes(folder: Path, engine: Engine) -> int:
     for path in chunk_files(folder):
         with safe_open(path, framework="np") as file:
             owner = file.metadata()["namespace"]
-        total += path.stat().st_size * (owner == engine._namespace.root.hex())
+        total += path.stat().st_size * (
+            owner == engine._parts.prepared.namespace.root.hex()
+        )
     return total
 
 
