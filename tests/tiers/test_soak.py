@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from pcr_core.tiers import WRITE_POLICIES, IoPool, TierManager, stop_policy
+from pcr_core.tiers.store.chunk_file import chunk_path
 from tests.tiers.conftest import LAYOUT, content
 from tests.tiers.world import Waiting, question
 
@@ -37,6 +38,7 @@ class Soak:
         self.manager = manager
         self.rng = random.Random(seed)
         self.queue: deque[Waiting] = deque()
+        self.asked: deque[Waiting] = deque(maxlen=100)
 
     def run(self, requests: int) -> None:
         for number in range(requests):
@@ -50,10 +52,11 @@ class Soak:
                 self.manager.hint(any_question(self.rng))
             if number % 50 == 0:
                 self.forget(self.rng.randrange(1, 8))
-            if number % 70 == 0:
-                self.lose_a_file()
+            if number % 70 == 69:
+                self.lose_what_is_asked_next()
 
     def serve(self, request: Waiting) -> None:
+        self.asked.append(request)
         documents = {
             bytes([token]) * 16: request.keys[at // LAYOUT.chunk_tokens]
             for at, token in reversed(list(enumerate(request.tokens[:-1])))
@@ -77,10 +80,18 @@ class Soak:
         self.manager.end_forget(job)
         assert job.error is None
 
-    def lose_a_file(self) -> None:
-        files = sorted(self.manager._store._folder.glob("*.safetensors"))
-        if files:
-            self.rng.choice(files).unlink(missing_ok=True)
+    def lose_what_is_asked_next(self) -> None:
+        """Any file would not do: how many are read again depends on the threads."""
+        assert self.manager.flush(60)
+        self.manager.poll()
+        for request in reversed(self.asked):
+            states = self.manager.match(request.keys[: request.usable])
+            held = states[: states.index("none")] if "none" in states else states
+            if "ssd" in held:
+                key = request.keys[held.index("ssd")]
+                chunk_path(self.manager._store._folder, key).unlink()
+                self.queue.appendleft(request)
+                return
 
     def settle(self) -> None:
         self.manager.look_ahead([])
@@ -168,7 +179,7 @@ def soak(kit, requests: int, **settings) -> None:
     assert stats.dram_hit_tokens
     assert stats.ssd_hit_tokens
     assert stats.forgotten
-    assert stats.missing
+    assert stats.missing >= requests // 100
 
 
 @pytest.fixture(autouse=True)
