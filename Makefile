@@ -152,12 +152,15 @@ $(BENCH)/kvboost/made.stamp: $(PINS)/kvboost.txt constraints.txt
 	$(@D)/bin/python -c "import kvboost"
 	@touch $@
 
-# Compiled here, for this processor; without the vision models, which nothing here uses.
+# Compiled here, for this processor; without the vision models, which nothing here uses,
+# and without AMX, with which this release ends in a segmentation fault (GCC 12, Q4_1).
+NO_AMX = $(if $(shell grep -m1 -o amx_int8 /proc/cpuinfo 2>/dev/null),\
+    -DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8)
 $(BENCH)/llama/made.stamp: $(PINS)/llama.txt
 	$(PEER_ENVIRONMENT)
 	grep -v llama_cpp_python $< > $(@D)/tools.txt
 	$(@D)/bin/python -m pip install --no-deps -r $(@D)/tools.txt
-	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF $(CMAKE_ARGS)" \
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF $(NO_AMX) $(CMAKE_ARGS)" \
 	    $(@D)/bin/python -m pip install --no-deps --no-build-isolation -r $<
 	$(@D)/bin/python -c "import llama_cpp; print('llama.cpp', llama_cpp.__version__)"
 	@touch $@
