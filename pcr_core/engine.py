@@ -30,6 +30,7 @@ from pcr_core.explain.explanation import Explanation
 from pcr_core.explain.reasons import explain
 from pcr_core.intake import Intake, is_batch
 from pcr_core.model.prompt import Tools
+from pcr_core.openmp import release_team
 from pcr_core.request import Completion, Prompt, Request
 from pcr_core.result import Result
 from pcr_core.sampling_params import SamplingParams
@@ -78,6 +79,7 @@ class Engine:
         self._pid = os.getpid()
         self._close_lock = threading.Lock()
         self._door = Door(self._config.max_queue)
+        release_team()
         service = start(self._config, model, tokenizer, self._door)
         self._thread = service.thread
         self._parts = parts = service.parts
@@ -220,6 +222,7 @@ class Engine:
             EngineClosedError: If the engine is closed, or after ``fork``.
         """
         self._check_process()
+        self._leave_cores()
         hint = self._intake.read(prompt, tools)
         self._door.call(lambda: self._loop.hint(hint))
 
@@ -433,9 +436,15 @@ class Engine:
     def _prepare(self, prompt: Prompt, *about: Any) -> Request:
         """A request that is complete but for its place in the queue."""
         self._check_process()
+        self._leave_cores()
         request = self._intake.prepare(prompt, *about)
         request.owner, request.epoch = self, self._loop.tiers.epoch
         return request
+
+    def _leave_cores(self) -> None:
+        """What the caller's torch has kept slows the engine down; see ``openmp``."""
+        if threading.current_thread() is not self._thread:  # else a listener asks
+            release_team()
 
     def _on_engine_thread(self, function: Callable[[], T]) -> T:
         self._check_process()

@@ -3,8 +3,7 @@
 All of torch's work happens on this one thread, loading and probing included. libgomp
 keeps a team of threads for every thread that ever ran a parallel region, and once there
 are more of them than cores all barriers sleep instead of spinning: a small model's
-forward gets up to twice as slow. (A caller who runs torch on another thread, such as a
-local embedder, pays that price; nothing here can undo it.)
+forward gets up to twice as slow. (Callers give up theirs as they ask; see ``openmp``.)
 """
 
 from __future__ import annotations
