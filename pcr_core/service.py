@@ -127,6 +127,7 @@ def build(
         loaded.safetensors_dtype,
         loaded.dtype.itemsize,
     )
+    record = recorder(config, layout, lifetimes)
     on_cuda = loaded.device.type == "cuda"
     tiers = open_tiers(
         layout,
@@ -141,7 +142,6 @@ def build(
     lifetimes.callback(tiers.close)
     lifetimes.callback(runner.close)
     ends = end_token_ids(loaded.model, loaded.tokenizer)
-    record = recorder(config, layout, lifetimes)
     loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record, batching(config))
     return Parts(loaded, prepared, loop)
 

@@ -150,6 +150,8 @@ def _render_messages(
     for message in messages:
         if not isinstance(message.get("role"), str):
             raise RequestError(f"a chat message needs a 'role': {message!r:.200}")
+        if "content" not in message and not message.get("tool_calls"):
+            raise RequestError(f"a chat message needs a 'content': {message!r:.200}")
         message["content"] = _text_content(message.get("content"))
     if not tokenizer.chat_template:
         return _as_rendered(tokenizer, plain_chat(messages))

@@ -89,7 +89,8 @@ def assemble(
     Raises:
         ConfigError: If a budget holds no chunk.
     """
-    _check_budgets(store, fmt.file_nbytes)
+    if isinstance(store, ChunkStore):
+        check_budgets(store.budget_bytes, store.quota_bytes, fmt.file_nbytes)
     stats, log, trouble = shared.stats, shared.log, TroubleLog()
     policy = settings.host_policy(pool.capacity)
     tree = PrefixTree(policy, settings.disk_policy(), remembered=_REMEMBERED)
@@ -176,10 +177,18 @@ def _prefetcher(
     )
 
 
-def _check_budgets(store: Store, needed: int) -> None:
-    if not isinstance(store, ChunkStore):
-        return
-    budgets = {"ssd_bytes": store.budget_bytes, "namespace_bytes": store.quota_bytes}
+def check_budgets(ssd_bytes: int, quota_bytes: int | None, needed: int) -> None:
+    """To be called before a store is opened, which trims it to its budget.
+
+    Args:
+        ssd_bytes: Budget of the SSD tier.
+        quota_bytes: This tenant's part of it, if that has a limit.
+        needed: Bytes of one chunk file.
+
+    Raises:
+        ConfigError: If a budget holds no chunk.
+    """
+    budgets = {"ssd_bytes": ssd_bytes, "namespace_bytes": quota_bytes}
     for name, budget in budgets.items():
         if budget is not None and budget < needed:
             raise ConfigError(

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pcr_core.index.chunk import ChunkLayout, Namespace
+from pcr_core.tiers.assembly import check_budgets
 from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.io_pool import InlineIo, IoPool
 from pcr_core.tiers.manager import TierManager
 from pcr_core.tiers.pinning import BackgroundPinning, NoPinning, Registrar
 from pcr_core.tiers.settings import TierSettings
 from pcr_core.tiers.slabs import SlabPlan, check_obtainable
+from pcr_core.tiers.store.chunk_file import ChunkFormat
 from pcr_core.tiers.store.chunk_store import ChunkStore
 from pcr_core.tiers.store.no_store import NoStore
 
@@ -53,6 +55,8 @@ def open_tiers(
         return TierManager(
             layout, namespace, pool, nothing, InlineIo(nothing), settings
         )
+    needed = ChunkFormat(layout, namespace).file_nbytes
+    check_budgets(ssd_bytes, settings.quota_bytes, needed)
     store = ChunkStore(
         cache_dir, ssd_bytes, tenant=settings.tenant, quota_bytes=settings.quota_bytes
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pcr_core import Engine, Result, SamplingParams
+from pcr_core import ConfigError, Engine, Result, SamplingParams
 from pcr_core.tiers.store.files import Files
 
 PARAMS = SamplingParams(max_tokens=4, logprobs=True)
@@ -170,3 +170,26 @@ def test_no_room_in_dram_for_the_whole_prompt(make_engine: Any) -> None:
     assert same(before, after)
     assert 0 < after.usage.cached_tokens < 192
     assert engine.stats().cache.bypassed_inserts > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ssd_bytes": "1KiB"}, "ssd_bytes"),
+        ({"namespace": "me", "namespace_bytes": "1KiB"}, "namespace_bytes"),
+        ({"ssd_bytes": "16KiB", "trace": "/nonexistent/trace"}, "trace"),
+        ({"ssd_bytes": "16KiB", "dram_bytes": 16}, "dram_bytes"),
+    ],
+)
+def test_a_refused_configuration_removes_nothing(
+    make_engine, tmp_path, settings, message
+):
+    """Opening a folder with a smaller budget trims it; being refused does not."""
+    with make_engine() as engine:
+        ask(engine)
+        engine.flush()
+    stored = chunk_files(tmp_path)
+    assert len(stored) == 6
+    with pytest.raises(ConfigError, match=message):
+        make_engine(**settings)
+    assert chunk_files(tmp_path) == stored

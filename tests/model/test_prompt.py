@@ -164,7 +164,6 @@ def test_content_blocks(tokenizer: Any) -> None:
     blocks = [{"type": "text", "text": "a"}, "b", {"type": "text", "text": "c"}]
     assert text_of(tokenizer, [{"role": "user", "content": blocks}]) == "abc"
     assert text_of(tokenizer, [{"role": "user", "content": None}]) == ""
-    assert text_of(tokenizer, [{"role": "user"}]) == ""
 
 
 @pytest.mark.parametrize(
@@ -354,3 +353,20 @@ def test_what_is_no_character_ends_the_waiting(tiny_tokenizer: Any) -> None:
 def test_offsets_of_wrong_prompts(tiny_tokenizer: Any, prompt: Any) -> None:
     with pytest.raises(RequestError):
         encode_with_offsets(tiny_tokenizer, prompt)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"role": "user"}, {"role": "user", "text": "hello"}, {"role": "assistant"}],
+)
+def test_a_message_without_content_is_refused(tiny_tokenizer, message):
+    with pytest.raises(RequestError, match="'content'"):
+        encode_prompt(tiny_tokenizer, [message])
+
+
+def test_tool_calls_need_no_content(tiny_tokenizer):
+    call = {"function": {"name": "look", "arguments": {}}}
+    asked = {"role": "user", "content": "look"}
+    assert encode_prompt(
+        tiny_tokenizer, [asked, {"role": "assistant", "tool_calls": [call]}, asked]
+    )
