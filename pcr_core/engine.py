@@ -221,8 +221,7 @@ class Engine:
             RequestError: As for ``submit``; ``PromptTooLongError`` is one.
             EngineClosedError: If the engine is closed, or after ``fork``.
         """
-        self._check_process()
-        self._leave_cores()
+        self._enter()
         hint = self._intake.read(prompt, tools)
         self._door.call(lambda: self._loop.hint(hint))
 
@@ -245,7 +244,7 @@ class Engine:
         Raises:
             RequestError: As for ``submit``; ``PromptTooLongError`` is one.
         """
-        self._check_process()
+        self._enter()
         request = self._intake.read(prompt, tools, documents)
         lookup = self._on_engine_thread(lambda: self._loop.lookup(request))
         return explain(lookup, self._intake.decode)
@@ -265,7 +264,7 @@ class Engine:
         Raises:
             RequestError: As for ``submit``; ``PromptTooLongError`` is one.
         """
-        self._check_process()
+        self._enter()
         requests = [self._intake.read(prompt, tools) for prompt in prompts]
         return self._on_engine_thread(lambda: list(map(self._loop.cached, requests)))
 
@@ -426,28 +425,25 @@ class Engine:
 
     # --- inside ---
 
-    def _check_process(self) -> None:
+    def _enter(self) -> None:
+        """What every caller passes; its torch must not slow ours, see ``openmp``."""
         if os.getpid() != self._pid:
             raise EngineClosedError(
                 "this engine was created before fork() and its threads are not in this "
                 "process; start workers with the 'spawn' method and build one there"
             )
+        if threading.current_thread() is not self._thread:  # else a listener asks
+            release_team()
 
     def _prepare(self, prompt: Prompt, *about: Any) -> Request:
         """A request that is complete but for its place in the queue."""
-        self._check_process()
-        self._leave_cores()
+        self._enter()
         request = self._intake.prepare(prompt, *about)
         request.owner, request.epoch = self, self._loop.tiers.epoch
         return request
 
-    def _leave_cores(self) -> None:
-        """What the caller's torch has kept slows the engine down; see ``openmp``."""
-        if threading.current_thread() is not self._thread:  # else a listener asks
-            release_team()
-
     def _on_engine_thread(self, function: Callable[[], T]) -> T:
-        self._check_process()
+        self._enter()
         if threading.current_thread() is self._thread:
             return function()  # a listener asks
         return self._door.call(function).result()

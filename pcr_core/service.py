@@ -121,12 +121,7 @@ def build(
     loaded = load(config, model, tokenizer)
     prepared = lifetimes.enter_context(model_prepared(loaded, config))
     runner = prepared.runner
-    layout = ChunkLayout(
-        loaded.shapes,
-        prepared.chunk_tokens,
-        loaded.safetensors_dtype,
-        loaded.dtype.itemsize,
-    )
+    layout = chunk_layout(loaded, prepared.chunk_tokens)
     record = recorder(config, layout, lifetimes)
     on_cuda = loaded.device.type == "cuda"
     tiers = open_tiers(
@@ -144,6 +139,12 @@ def build(
     ends = end_token_ids(loaded.model, loaded.tokenizer)
     loop = EngineLoop(runner, loaded.tokenizer, ends, tiers, record, batching(config))
     return Parts(loaded, prepared, loop)
+
+
+def chunk_layout(loaded: LoadedModel, chunk_tokens: int) -> ChunkLayout:
+    """What a chunk of the model's KV looks like."""
+    dtype = loaded.safetensors_dtype
+    return ChunkLayout(loaded.shapes, chunk_tokens, dtype, loaded.dtype.itemsize)
 
 
 def batching(config: EngineConfig) -> Batching:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from pcr_core.cost import PrefillTimes
-from pcr_core.errors import ConfigError
 from pcr_core.index.adaptive import Adaptive
 from pcr_core.index.look_ahead import LookAhead
 from pcr_core.index.prefix_tree import PrefixTree
@@ -27,7 +26,6 @@ from pcr_core.tiers.read_in import ReadIn
 from pcr_core.tiers.room import SsdRoom
 from pcr_core.tiers.settings import TierSettings
 from pcr_core.tiers.store.chunk_file import ChunkFormat
-from pcr_core.tiers.store.chunk_store import ChunkStore
 from pcr_core.tiers.store.no_store import Store
 from pcr_core.tiers.trouble import TroubleLog
 from pcr_core.tiers.write_back import WriteBack
@@ -84,13 +82,7 @@ def assemble(
     settings: TierSettings,
     shared: Shared,
 ) -> Parts:
-    """Make the parts.
-
-    Raises:
-        ConfigError: If a budget holds no chunk.
-    """
-    if isinstance(store, ChunkStore):
-        check_budgets(store.budget_bytes, store.quota_bytes, fmt.file_nbytes)
+    """Make the parts."""
     stats, log, trouble = shared.stats, shared.log, TroubleLog()
     policy = settings.host_policy(pool.capacity)
     tree = PrefixTree(policy, settings.disk_policy(), remembered=_REMEMBERED)
@@ -175,24 +167,3 @@ def _prefetcher(
         identify=lambda want, index: fmt.chunk(want.keys, want.tokens, index),
         stats=stats,
     )
-
-
-def check_budgets(ssd_bytes: int, quota_bytes: int | None, needed: int) -> None:
-    """To be called before a store is opened, which trims it to its budget.
-
-    Args:
-        ssd_bytes: Budget of the SSD tier.
-        quota_bytes: This tenant's part of it, if that has a limit.
-        needed: Bytes of one chunk file.
-
-    Raises:
-        ConfigError: If a budget holds no chunk.
-    """
-    budgets = {"ssd_bytes": ssd_bytes, "namespace_bytes": quota_bytes}
-    for name, budget in budgets.items():
-        if budget is not None and budget < needed:
-            raise ConfigError(
-                f"{name} is {budget} bytes but one chunk file of this model takes "
-                f"{needed}; set it to at least {needed}, or ssd_bytes=0 to do without "
-                "the SSD tier"
-            )

@@ -56,9 +56,6 @@ class TierManager:
         departures: Why chunks are gone.
         chunk_tokens: Tokens per chunk.
         version: Changes whenever chunks may have come or gone.
-
-    Raises:
-        ConfigError: If the SSD budget holds no chunk.
     """
 
     def __init__(

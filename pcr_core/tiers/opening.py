@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from pcr_core.errors import ConfigError
 from pcr_core.index.chunk import ChunkLayout, Namespace
-from pcr_core.tiers.assembly import check_budgets
 from pcr_core.tiers.host_pool import HostPool
 from pcr_core.tiers.io_pool import InlineIo, IoPool
 from pcr_core.tiers.manager import TierManager
@@ -56,7 +56,7 @@ def open_tiers(
             layout, namespace, pool, nothing, InlineIo(nothing), settings
         )
     needed = ChunkFormat(layout, namespace).file_nbytes
-    check_budgets(ssd_bytes, settings.quota_bytes, needed)
+    _check_budgets(ssd_bytes, settings.quota_bytes, needed)
     store = ChunkStore(
         cache_dir, ssd_bytes, tenant=settings.tenant, quota_bytes=settings.quota_bytes
     )
@@ -67,3 +67,24 @@ def open_tiers(
         io.close()
         store.close()
         raise
+
+
+def _check_budgets(ssd_bytes: int, quota_bytes: int | None, needed: int) -> None:
+    """To be called before a store is opened, which trims it to its budget.
+
+    Args:
+        ssd_bytes: Budget of the SSD tier.
+        quota_bytes: This tenant's part of it, if that has a limit.
+        needed: Bytes of one chunk file.
+
+    Raises:
+        ConfigError: If a budget holds no chunk.
+    """
+    budgets = {"ssd_bytes": ssd_bytes, "namespace_bytes": quota_bytes}
+    for name, budget in budgets.items():
+        if budget is not None and budget < needed:
+            raise ConfigError(
+                f"{name} is {budget} bytes but one chunk file of this model takes "
+                f"{needed}; set it to at least {needed}, or ssd_bytes=0 to do without "
+                "the SSD tier"
+            )

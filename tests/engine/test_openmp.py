@@ -107,8 +107,9 @@ def test_without_a_team_nothing_happens(elsewhere) -> None:
         lambda engine: engine.generate([5, 6, 7], ONE),
         lambda engine: engine.generate([[5, 6, 7], [5, 6, 8]], ONE),
         lambda engine: engine.prefetch([5, 6, 7]),
+        lambda engine: engine.cached_tokens([[5, 6, 7]]),
     ],
-    ids=["submit", "generate", "a batch", "prefetch"],
+    ids=["submit", "generate", "a batch", "prefetch", "cached tokens"],
 )
 def test_whoever_asks_gives_up_its_team(make_engine, elsewhere, ask) -> None:
     engine: Engine = make_engine()
@@ -153,7 +154,10 @@ os._exit(0)
 def test_a_forked_child_waits_for_no_team_of_its_parents(when) -> None:
     """libgomp's threads are not copied, and it would wait for them forever."""
     done = subprocess.run(
-        [sys.executable, "-c", FORKS, when], capture_output=True, text=True
+        [sys.executable, "-c", FORKS, when],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
 
