@@ -129,6 +129,11 @@ class EngineConfig(BaseModel):
             a test at the start finds that they agree with ordinary ones (to the bit, if
             reuse is exact) and are faster. That takes at most an eighth of the memory
             that is left, beside ``row_bytes``. ``"off"``: never.
+        cpu_kernels: ``"auto"``: on a CPU, what is between the matrix products of layers
+            of the Llama kind is compiled for the machine when the process starts its
+            first engine, if a C++ compiler is installed. ``"torch"``: only torch's
+            kernels; they round differently, so for chunks that machines with and
+            without a compiler share.
         resident_rows: How many finished requests keep their KV where the model
             computes, beside the other tiers, until another request needs the memory:
             one that begins with the same tokens goes on from there without a copy.
@@ -189,6 +194,7 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     overlap: Literal["auto", "none", "up", "down", "both"] = "auto"
     cuda_graphs: Literal["auto", "off"] = "auto"
+    cpu_kernels: Literal["auto", "torch"] = "auto"
     resident_rows: Integer = Field(default=2, ge=0, le=64)
     threads: Integer | None = Field(default=None, ge=1)
     max_batch_size: Integer = Field(default=8, ge=1, le=256)

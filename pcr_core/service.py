@@ -78,6 +78,8 @@ class Parts:
             cuda_graphs=runner.step.replays,
             cuda_graph_ratios=dict(graphs.ratios),
             cuda_graphs_reason=_STEP_FAILED if failed else graphs.reason,
+            cpu_kernels=prepared.glue.kind,
+            cpu_kernels_reason=prepared.glue.reason,
             running=loop.running,
             waiting=loop.waiting,
             preempted=loop.preempted,

@@ -319,6 +319,9 @@ class EngineStats:
         cuda_graph_ratios: What the start-up probe measured: time of a recorded step
             relative to an ordinary one, by number of rows. Empty if it did not.
         cuda_graphs_reason: Why they are not recorded; empty on a CPU.
+        cpu_kernels: ``"compiled"`` if what is between matrix products was compiled for
+            this machine, or ``"torch"``.
+        cpu_kernels_reason: Why it was not; empty where the model has no such layers.
         running, waiting: Requests that have a row, and that wait for one.
         preempted: How often a running request was put back into the queue, as
             ``row_bytes`` was used up.
@@ -349,6 +352,8 @@ class EngineStats:
     cuda_graphs: bool
     cuda_graph_ratios: dict[int, float]
     cuda_graphs_reason: str
+    cpu_kernels: str
+    cpu_kernels_reason: str
     running: int
     waiting: int
     preempted: int
@@ -382,6 +387,7 @@ class EngineStats:
                 f"{_DECODING[self.decoding]}; {self.running} running, "
                 f"{self.waiting} waiting, {self.preempted} times put back",
             ),
+            *self._kernels(),
             *self._graphs(),
             (
                 "finished",
@@ -391,6 +397,13 @@ class EngineStats:
             *self.cache.rows(),
             *self._documents(),
         ]
+
+    def _kernels(self) -> list[tuple[str, str]]:
+        """Nothing where there was nothing to compile."""
+        if self.cpu_kernels == "compiled":
+            return [("kernels", "compiled for this CPU")]
+        reason = self.cpu_kernels_reason
+        return [("kernels", f"torch ({reason})")] if reason else []
 
     def _graphs(self) -> list[tuple[str, str]]:
         """Nothing on a device that has none."""

@@ -3,7 +3,7 @@
     python -m examples.benchmarks.forward_variants
 
 Stock is transformers with sdpa, a ``DynamicCache`` and logits of the last position.
-"+ kv" is stock with one piece of the engine, "all" has all five, "all - kv" lacks one.
+"+ kv" is stock with one piece of the engine, "all" has all six, "all - kv" lacks one.
 "engine" is "all" with rows padded as exact reuse asks. "stock, all logits" is what a
 call without ``logits_to_keep`` costs. The pieces (see ``ingredients``):
 
@@ -11,6 +11,7 @@ call without ``logits_to_keep`` costs. The pieces (see ``ingredients``):
     linear     row tiles, on packed weights where the probe found them faster
     attention  grouped heads, without expanding K and V
     lean       fused q/k/v and gate/up, few small operations
+    compiled   what is between the products of lean layers, compiled for this CPU
     head       the output head on packed weights in decode steps
 
 All variants share one copy of the weights that they do not pack, in one process, and

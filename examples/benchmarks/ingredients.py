@@ -29,6 +29,7 @@ from pcr_core.model.attention import (
 )
 from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.fingerprint import model_fields
+from pcr_core.model.glue import Glue, TorchGlue
 from pcr_core.model.lean import lean_candidates, lean_layers_installed
 from pcr_core.model.linear import LayerPlan, Shape, plan_layers, row_tiles_installed
 from pcr_core.model.loading import LoadedModel, load
@@ -38,9 +39,10 @@ from pcr_core.model.probe import read_verdict, verdict_path
 from pcr_core.model.runner import Runner
 from pcr_core.model.setup import model_prepared
 
-PIECES = ("kv", "linear", "attention", "lean", "head")
+PIECES = ("kv", "linear", "attention", "lean", "compiled", "head")
 """Preallocated KV instead of concatenation; linear layers in row tiles, packed where
-that measured better; grouped-head attention; lean layers; the output head packed."""
+that measured better; grouped-head attention; lean layers; what is between their
+products compiled (needs "lean"); the output head packed."""
 
 _CHUNK = 32
 
@@ -54,24 +56,27 @@ class Plans:
         layers: How linear layers of each shape run, those of lean layers among them.
         head: How the output head runs in decode steps.
         cuts: How the engine pads and cuts prefills.
+        glue: What the engine computes with between the products of lean layers.
     """
 
     attention: AttentionPlan
     layers: Mapping[Shape, LayerPlan]
     head: LayerPlan | None
     cuts: Cuts
+    glue: Glue
 
 
 def engine_plans(loaded: LoadedModel, config: EngineConfig) -> Plans:
     """The engine's own plans, and those for layers that it would have fused."""
     with model_prepared(loaded, config) as prepared:
-        cuts = prepared.runner.cuts
-    about = (model_fields(loaded), lean_candidates(loaded.model))
+        cuts, glue = prepared.runner.cuts, prepared.glue.glue
+    fields = [*model_fields(loaded), ("glue", glue.name.encode())]
+    about = (fields, lean_candidates(loaded.model))
     verdict = read_verdict(verdict_path(config.cache_path, loaded, about))
     if verdict is None:
         raise SystemExit(f"the engine's verdict cannot be kept in {config.cache_path}")
     layers = {**plan_layers(loaded.model), **verdict.layers}
-    return Plans(verdict.attention, layers, verdict.head, cuts)
+    return Plans(verdict.attention, layers, verdict.head, cuts, glue)
 
 
 def opened(dtype: str, options: Any, folder: Path) -> tuple[LoadedModel, Plans]:
@@ -240,7 +245,8 @@ def compose(
     if ours or {"kv", "lean"} & set(pieces):
         lifetimes.enter_context(attention_installed(model, attention))
     if "lean" in pieces:
-        lifetimes.enter_context(lean_layers_installed(model, attention))
+        glue = plans.glue if "compiled" in pieces else TorchGlue()
+        lifetimes.enter_context(lean_layers_installed(model, attention, glue))
     if "linear" in pieces:
         lifetimes.enter_context(row_tiles_installed(model, plans.layers))
     if "head" in pieces:
@@ -265,7 +271,8 @@ def variants(loaded: LoadedModel, plans: Plans, tokens: int) -> dict[str, Maker]
         "stock, all logits": lambda _: Concatenating(
             twin(loaded.model), last_only=False
         ),
-        **{f"+ {piece}": of({piece}) for piece in PIECES},
+        **{f"+ {piece}": of({piece}) for piece in PIECES if piece != "compiled"},
+        "+ lean, compiled": of({"lean", "compiled"}),
         "all": of(every),
         **{f"all - {piece}": of(every - {piece}) for piece in PIECES},
         "engine": of(every, plans.cuts),

@@ -3,8 +3,9 @@
 At a question's few tokens, and even more at one token of a decode step, half of a layer
 is not arithmetic but calls: seven small linear layers, a dozen elementwise operations,
 module plumbing. For the duration of an engine such a layer's ``forward`` is replaced by
-one that computes query, key and value in one product, gate and up in another, and the
-rest in as few operations as torch offers. Structure, names and model code stay.
+one that computes query, key and value in one product, gate and up in another, and what
+is between products in few operations (``glue``), on each piece of a product while it is
+in cache. Structure, names and model code stay.
 
 A layer is recognised by its parts and then put to the test: on noise it must give what
 its own ``forward`` gives, up to rounding. All others are left alone, as are layers with
@@ -21,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import rms_norm, silu
 
 from pcr_core.memory import page_out
 from pcr_core.model import _compat
+from pcr_core.model.glue import Angles, Glue
+from pcr_core.model.products import pieces, room
 from pcr_core.model.rounding import differ_by_rounding
 
 _FUSED = "_pcr_fused"
@@ -94,31 +96,35 @@ class Fused:
 
 
 class _Angles:
-    """Rotary angles of one forward, in the shape the layers want; shared by them."""
+    """Rotary angles of one forward, as the glue wants them; shared by all layers.
 
-    def __init__(self) -> None:
+    Args:
+        glue: See above.
+        dim: Of a head.
+    """
+
+    def __init__(self, glue: Glue, dim: int) -> None:
+        self._glue = glue
+        self._dim = dim
         self._of: torch.Tensor | None = None
-        self._ready: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._ready: Angles | None = None
 
-    def get(
-        self, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[batch, n, 1, dim]``; the sine's first half negated, for ``_turned``."""
+    def get(self, cos: torch.Tensor, sin: torch.Tensor, batch: int) -> Angles:
+        """Those of every row, from ``[batch or 1, n, dim]``.
+
+        Raises:
+            ValueError: If they are of another width than heads.
+        """
         if self._of is not sin or self._ready is None:
-            half = sin.shape[-1] // 2
-            signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-            self._of, self._ready = sin, (cos.unsqueeze(2), signed.unsqueeze(2))
+            if cos.shape[-1] != self._dim or sin.shape != cos.shape:
+                raise ValueError(f"rotary positions for {cos.shape[-1]} of {self._dim}")
+            rows = (x.expand(batch, -1, -1).reshape(-1, self._dim) for x in (cos, sin))
+            self._of, self._ready = sin, self._glue.angles(*rows)
         return self._ready
 
     def drop(self) -> None:
         """Hold on to nothing."""
         self._of = self._ready = None
-
-
-def _turned(x: torch.Tensor) -> torch.Tensor:
-    """The halves of each head, swapped."""
-    half = x.shape[-1] // 2
-    return torch.cat((x[..., half:], x[..., :half]), dim=-1)
 
 
 class LeanLayer:
@@ -127,25 +133,27 @@ class LeanLayer:
     Args:
         layer: A layer that ``is_llama_like``.
         attention: The engine's attention function.
+        glue: What computes between the products.
         angles: Shared by all layers of the model.
     """
 
     def __init__(
-        self, layer: Any, attention: Callable[..., Any], angles: _Angles
+        self, layer: Any, attention: Callable[..., Any], glue: Glue, angles: _Angles
     ) -> None:
         block, mlp = layer.self_attn, layer.mlp
         self._layer = layer
         self._block = block
         self._attention = attention
+        self._glue = glue
         self._angles = angles
         self._dim: int = block.head_dim
         self._heads: int = block.q_proj.out_features // self._dim
         self._kv_heads: int = block.k_proj.out_features // self._dim
         self._inner: int = mlp.gate_proj.out_features
-        self._before, self._after = (
-            layer.input_layernorm,
-            layer.post_attention_layernorm,
-        )
+        self._out: nn.Linear = block.o_proj
+        self._down: nn.Linear = mlp.down_proj
+        self._before = _Norm(layer.input_layernorm)
+        self._after = _Norm(layer.post_attention_layernorm)
         self.qkv = Fused([block.q_proj, block.k_proj, block.v_proj])
         self.gate_up = Fused([mlp.gate_proj, mlp.up_proj])
         layer.__dict__["forward"] = self.forward
@@ -158,38 +166,80 @@ class LeanLayer:
         **options: Any,
     ) -> torch.Tensor:
         """``[batch, n, width]`` -> the same shape."""
+        batch, each, width = hidden_states.shape
+        few, count = each == 1, batch * each
+        x = hidden_states.reshape(count, width)
+        ample = max(room(f.linear, count, few=few) for f in (self.qkv, self.gate_up))
+        normed = _ample(x, count, ample, width)
+        self._glue.norm(x, self._before.weight, self._before.eps, normed[:count])
+        heads = self._turned(normed, position_embeddings, (batch, each))
         cache = options.get("cache", options.get("past_key_values"))
-        mixed = self._mix(hidden_states, attention_mask, position_embeddings, cache)
-        x = hidden_states + mixed
-        both = self.gate_up.linear(self._normed(x, self._after))
-        gate, up = both[..., : self._inner], both[..., self._inner :]
-        x += self._layer.mlp.down_proj(silu(gate).mul_(up))
-        return x
+        mixed = self._mix(heads, attention_mask, cache).reshape(count, -1)
+        total = torch.empty_like(x)
+        weight, eps = self._after.weight, self._after.eps
+        for at, part in pieces(self._out, mixed, count, few=few):
+            to = slice(at, at + len(part))
+            self._glue.add_norm(x[to], part, weight, eps, total[to], normed[to])
+        inner = _ample(x, count, room(self._down, count, few=few), self._inner)
+        for at, part in pieces(self.gate_up.linear, normed, count, few=few):
+            self._glue.gate(part, inner[at : at + len(part)])
+        for at, part in pieces(self._down, inner, count, few=few):
+            self._glue.add(total[at : at + len(part)], part)
+        return total.view(hidden_states.shape)
 
-    def _mix(self, x: torch.Tensor, mask: Any, angles: Any, cache: Any) -> torch.Tensor:
-        """Self-attention."""
-        block, (batch, rows, _) = self._block, x.shape
-        qkv = self.qkv.linear(self._normed(x, self._before))
-        turning = self._heads + self._kv_heads
-        heads = qkv.view(batch, rows, turning + self._kv_heads, self._dim)
-        qk = heads[:, :, :turning]
-        cos, sin = self._angles.get(*angles)
-        qk = torch.addcmul(qk * cos, _turned(qk), sin).transpose(1, 2)
-        query, key = qk[:, : self._heads], qk[:, self._heads :]
-        value = heads[:, :, turning:].transpose(1, 2)
+    def _turned(
+        self, normed: torch.Tensor, positions: Any, shape: tuple[int, int]
+    ) -> torch.Tensor:
+        """Query, key and value heads ``[batch, n, heads, dim]``, at their positions."""
+        batch, each = shape
+        count, turning = batch * each, self._heads + self._kv_heads
+        cos, sin = self._angles.get(positions[0], positions[1], batch)
+        all_heads = turning + self._kv_heads
+        out: torch.Tensor | None = None
+        for at, part in pieces(self.qkv.linear, normed, count, few=each == 1):
+            heads = part.view(-1, all_heads, self._dim)
+            stop = at + len(heads)
+            if out is None:
+                whole = stop == count
+                out = heads if whole else heads.new_empty(count, *heads.shape[1:])
+            angles = cos[at:stop], sin[at:stop]
+            to = heads if out is heads else out[at:stop]
+            self._glue.turn(heads, turning, angles, to)
+        assert out is not None
+        return out.view(batch, each, all_heads, self._dim)
+
+    def _mix(self, heads: torch.Tensor, mask: Any, cache: Any) -> torch.Tensor:
+        """Self-attention: ``[batch, n, heads, dim]``."""
+        block, turning = self._block, self._heads + self._kv_heads
+        heads = heads.transpose(1, 2)
+        query, key = heads[:, : self._heads], heads[:, self._heads : turning]
+        value = heads[:, turning:]
         if cache is not None:
             key, value = cache.update(key, value, block.layer_idx)
         out, _ = self._attention(block, query, key, value, mask, scaling=block.scaling)
-        return block.o_proj(out.reshape(batch, rows, -1))  # type: ignore[no-any-return]
-
-    def _normed(self, x: torch.Tensor, norm: Any) -> torch.Tensor:
-        return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+        return out  # type: ignore[no-any-return]
 
     def remove(self) -> None:
         """Put everything back."""
         del self._layer.__dict__["forward"]
         self.qkv.remove()
         self.gate_up.remove()
+
+
+class _Norm:
+    """What an RMS norm multiplies with, looked up once."""
+
+    def __init__(self, norm: Any) -> None:
+        self.weight: torch.Tensor = norm.weight.detach()
+        self.eps: float = norm.variance_epsilon
+
+
+def _ample(like: torch.Tensor, count: int, room: int, width: int) -> torch.Tensor:
+    """Memory for ``count`` rows that a product takes without padding them."""
+    rows = like.new_empty(room, width)
+    if room > count:
+        rows[count:].zero_()
+    return rows
 
 
 def _decoder(model: Any) -> Any:
@@ -227,6 +277,7 @@ def is_llama_like(layer: Any) -> bool:
         )
         and _one_kind([block.q_proj, block.k_proj, block.v_proj])
         and _one_kind([mlp.gate_proj, mlp.up_proj])
+        and len({one.weight.dtype for one in (*linears, *norms)}) == 1
         and "silu" in type(mlp.act_fn).__name__.lower()
         and all(isinstance(getattr(n, "variance_epsilon", None), float) for n in norms)
         and all([name for name, _ in n.named_parameters()] == ["weight"] for n in norms)
@@ -296,7 +347,9 @@ def _agree(stock: torch.Tensor | None, lean: torch.Tensor | None) -> bool:
 
 
 @contextmanager
-def lean_layers_installed(model: Any, attention: Callable[..., Any]) -> Iterator[None]:
+def lean_layers_installed(
+    model: Any, attention: Callable[..., Any], glue: Glue
+) -> Iterator[None]:
     """Let the model's layers of the Llama kind run lean; put them back afterwards.
 
     To be entered with the engine's attention installed, and before its row tiles.
@@ -304,14 +357,17 @@ def lean_layers_installed(model: Any, attention: Callable[..., Any]) -> Iterator
     Args:
         model: Runs with ``attention`` already.
         attention: The engine's attention function.
+        glue: What computes between the products, in the dtype of the layers.
     """
-    installed, angles = list[LeanLayer](), _Angles()
+    installed, all_angles = list[LeanLayer](), dict[int, _Angles]()
     found = lean_candidates(model)
     layers = [model.model.layers[index] for index, lean in enumerate(found) if lean]
     try:
         for layer in layers:
             stock = _trial(model, layer)
-            installed.append(LeanLayer(layer, attention, angles))
+            dim = layer.self_attn.head_dim
+            angles = all_angles.setdefault(dim, _Angles(glue, dim))
+            installed.append(LeanLayer(layer, attention, glue, angles))
             if not _agree(stock, _trial(model, layer)):
                 installed.pop().remove()
         linears = [one.linear for lean in installed for one in (lean.qkv, lean.gate_up)]
@@ -321,4 +377,5 @@ def lean_layers_installed(model: Any, attention: Callable[..., Any]) -> Iterator
         model.__dict__.pop(_FUSED, None)
         for lean in installed:
             lean.remove()
-        angles.drop()
+        for angles in all_angles.values():
+            angles.drop()

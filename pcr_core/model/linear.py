@@ -22,6 +22,7 @@ from torch.nn import functional
 from pcr_core.memory import page_out
 from pcr_core.model import onednn
 from pcr_core.model.lean import fused_layers, fused_parts
+from pcr_core.model.products import keep_tiled
 from pcr_core.model.row_tiles import (
     COARSE_SIZES,
     FEW_JUDGED,
@@ -121,19 +122,22 @@ def in_tiles(
     count = rows.shape[0]
     plan = tiles.plan(count)
     if len(plan) == 1:
-        return kernel(_padded(rows, plan[0]))[:count]
+        return kernel(_tile(rows, 0, plan[0]))[:count]
     out = rows.new_empty(sum(plan), out_features)
     at = 0
     for size in plan:
-        part = _padded(rows[at : at + size], size)
-        kernel.into(part, out[at : at + size])
+        kernel.into(_tile(rows, at, size), out[at : at + size])
         at += size
     return out[:count]
 
 
-def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
-    missing = size - rows.shape[0]
-    return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+def _tile(rows: torch.Tensor, at: int, size: int) -> torch.Tensor:
+    """``size`` rows; those that are missing at the end are zeros."""
+    if at == 0 and size == rows.shape[0]:
+        return rows
+    part = rows[at : at + size]
+    missing = size - part.shape[0]
+    return functional.pad(part, (0, 0, 0, missing)) if missing else part
 
 
 def measure(layers: Sequence[nn.Linear]) -> LayerPlan:
@@ -303,6 +307,7 @@ class _Installed:
         else:
             self._kernel = PlainKernel(layer.weight.detach(), bias)
         layer.__dict__["forward"] = self.forward
+        keep_tiled(layer, self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` -> ``[..., out_features]``."""
@@ -312,9 +317,24 @@ class _Installed:
         out = in_tiles(rows, self._kernel, tiles, width)
         return out.view(*x.shape[:-1], width)
 
+    def room(self, count: int, *, few: bool) -> int:
+        """See ``products.room``."""
+        return sum((self._few if few else self._tiles).plan(count))
+
+    def pieces(
+        self, rows: torch.Tensor, count: int, *, few: bool
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """See ``products.pieces``."""
+        at = 0
+        for size in (self._few if few else self._tiles).plan(count):
+            out = self._kernel(_tile(rows, at, size))
+            yield at, out if at + size <= count else out[: count - at]
+            at += size
+
     def remove(self) -> None:
         """Put back the layer's own forward and its weight, bit for bit."""
         del self._layer.__dict__["forward"]
+        keep_tiled(self._layer, None)
         if self._packed:
             weight = self._layer.weight.to_dense()
             self._layer.weight = nn.Parameter(weight, requires_grad=self._trainable)

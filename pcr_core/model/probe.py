@@ -40,7 +40,7 @@ from pcr_core.model.row_tiles import RowTiles
 from pcr_core.model.runner import Row, Runner
 
 _log = logging.getLogger("pcr_core.model")
-_FORMAT = 4  # of the verdict's file; part of its name
+_FORMAT = 5  # of the verdict's file; part of its name
 _IDENTITY_TOKENS = 48
 _MOST_ROWS = 1 << 15
 # One forward across a key block, against cuts at one row tile, at odd multiples of it,

@@ -20,7 +20,9 @@ from pcr_core.model.attention import (
     attention_installed,
 )
 from pcr_core.model.attention_probe import plan_attention
+from pcr_core.model.compiled_glue import GlueChoice, choose_glue
 from pcr_core.model.fingerprint import model_fields
+from pcr_core.model.glue import Glue, TorchGlue
 from pcr_core.model.graphs import graphs_for
 from pcr_core.model.graphs_probe import GraphsChoice, choose_graphs
 from pcr_core.model.lean import lean_candidates, lean_layers_installed
@@ -51,6 +53,7 @@ class Prepared:
         chunk_tokens: Tokens per chunk.
         graphs: Whether decode steps are recorded.
         weight_bytes: Bytes of weights that are kept twice.
+        glue: What computes between the matrix products of lean layers.
     """
 
     runner: Runner
@@ -59,6 +62,7 @@ class Prepared:
     chunk_tokens: int
     graphs: GraphsChoice
     weight_bytes: int
+    glue: GlueChoice
 
 
 @contextmanager
@@ -76,12 +80,13 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
     training = loaded.model.training
     loaded.model.eval()
     try:
-        fields = model_fields(loaded)
-        verdict = _verdict(loaded, config, fields)
+        glue = _glue(loaded, config)
+        fields = [*model_fields(loaded), ("glue", glue.glue.name.encode())]
+        verdict = _verdict(loaded, config, fields, glue.glue)
         attention = KvAttention(verdict.attention)
         with (
             attention_installed(loaded.model, attention),
-            lean_layers_installed(loaded.model, attention),
+            lean_layers_installed(loaded.model, attention, glue.glue),
             row_tiles_installed(loaded.model, verdict.layers),
             head_installed(loaded.model, verdict.head) as weight_bytes,
             ExitStack() as lifetimes,
@@ -107,7 +112,7 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
             runner.make_ready()
             trim()
             yield Prepared(
-                runner, namespace, overlap, chunk_tokens, graphs, weight_bytes
+                runner, namespace, overlap, chunk_tokens, graphs, weight_bytes, glue
             )
     finally:
         loaded.model.train(training)
@@ -146,6 +151,15 @@ def row_budget(config: EngineConfig, device: torch.device) -> float:
         left, _ = torch.cuda.mem_get_info(device)
         return left // 2
     return max(READY_BYTES, available_bytes() // 4)
+
+
+def _glue(loaded: LoadedModel, config: EngineConfig) -> GlueChoice:
+    """Compiled where there are lean layers for it, and it was not forbidden."""
+    if loaded.device.type != "cpu" or not any(lean_candidates(loaded.model)):
+        return GlueChoice(TorchGlue())
+    if config.cpu_kernels == "torch":
+        return GlueChoice(TorchGlue(), "cpu_kernels='torch'")
+    return choose_glue(loaded.dtype)
 
 
 def _overlap(
@@ -196,7 +210,10 @@ def chunk_tokens_for(
 
 
 def _verdict(
-    loaded: LoadedModel, config: EngineConfig, fields: Sequence[tuple[str, bytes]]
+    loaded: LoadedModel,
+    config: EngineConfig,
+    fields: Sequence[tuple[str, bytes]],
+    glue: Glue,
 ) -> probe.Verdict:
     """What an earlier start has measured of this model here, or measure it."""
     path = probe.verdict_path(
@@ -205,10 +222,12 @@ def _verdict(
     known = probe.read_verdict(path)
     if known is not None:
         return known
-    return _probe(loaded, chunk_tokens_for(config, loaded.device), path)
+    return _probe(loaded, chunk_tokens_for(config, loaded.device), path, glue)
 
 
-def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:
+def _probe(
+    loaded: LoadedModel, chunk_tokens: int, path: Path, glue: Glue
+) -> probe.Verdict:
     """Measure this machine, test exactness end to end, and remember both."""
     plan = AttentionPlan()
     if loaded.device.type == "cpu":
@@ -218,7 +237,7 @@ def _probe(loaded: LoadedModel, chunk_tokens: int, path: Path) -> probe.Verdict:
     attention = KvAttention(plan)
     with (
         attention_installed(loaded.model, attention),
-        lean_layers_installed(loaded.model, attention),
+        lean_layers_installed(loaded.model, attention, glue),
         ExitStack() as tiles,
     ):
         eligible = probe.may_be_shape_independent(loaded)
