@@ -16,10 +16,12 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,8 +155,7 @@ def choose_glue(dtype: torch.dtype) -> GlueChoice:
     found = _library()
     if isinstance(found, str):
         return GlueChoice(TorchGlue(), found)
-    library, digest = found
-    glue = CompiledGlue(library, dtype, f"compiled-{digest}")
+    glue = CompiledGlue(found.code, dtype, f"compiled-{found.digest}")
     wrong = _first_difference(glue, TorchGlue(), dtype)
     if wrong:
         _log.warning("the compiled %s is not what torch computes; not used", wrong)
@@ -163,33 +164,40 @@ def choose_glue(dtype: torch.dtype) -> GlueChoice:
     return GlueChoice(glue)
 
 
+@dataclass(frozen=True)
+class _Library:
+    code: ctypes.CDLL
+    digest: str
+
+
 @functools.cache
-def _library() -> tuple[ctypes.CDLL, str] | str:
-    """The compiled code and its digest, or why there is none. Once per process."""
-    compiler = os.environ.get("CXX") or shutil.which("g++")
+def _library() -> _Library | str:
+    """The compiled code, or why there is none. Once per process."""
     if not sys.platform.startswith("linux"):
-        return f"not built on {sys.platform}"
-    if not compiler:
-        return "no C++ compiler (g++) is installed"
+        return f"they are not built on {sys.platform}"
+    compiler = os.environ.get("CXX") or "g++"
     try:
+        command = shlex.split(compiler)
+        if shutil.which(command[0]) is None:
+            return f"there is no C++ compiler ({compiler})"
         with tempfile.TemporaryDirectory(prefix="pcr-") as folder:
-            return _built(compiler, Path(folder))
+            return _built(command, Path(folder))
     except subprocess.CalledProcessError as error:
         _log.info("%s failed: %s", compiler, error.stderr)
-        return f"{compiler} failed"
-    except (OSError, subprocess.SubprocessError) as error:
+        return f"{compiler} failed, see the log"
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
         _log.info("glue.cpp cannot be built: %s", error)
-        return f"{compiler} cannot be used here ({type(error).__name__})"
+        return f"what {compiler} makes cannot be used, see the log"
 
 
-def _built(compiler: str, folder: Path) -> tuple[ctypes.CDLL, str]:
-    """Compile and load; the file is not needed afterwards."""
+def _built(compiler: Sequence[str], folder: Path) -> _Library:
+    """Compile and load; the files are not needed afterwards."""
     shutil.copy(_SOURCE, folder / "glue.cpp")
     wide = _WIDE if platform.machine() == "x86_64" else ()
     # Linked without -fopenmp, which would bring a runtime of its own.
     for command in (
-        [compiler, *_FLAGS, *wide, "-c", "glue.cpp", "-o", "glue.o"],
-        [compiler, "-shared", "glue.o", "-o", "glue.so"],
+        [*compiler, *_FLAGS, *wide, "-c", "glue.cpp", "-o", "glue.o"],
+        [*compiler, "-shared", "glue.o", "-o", "glue.so"],
     ):
         subprocess.run(
             command,
@@ -199,10 +207,14 @@ def _built(compiler: str, folder: Path) -> tuple[ctypes.CDLL, str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
         )
-    library = folder / "glue.so"
-    digest = hashlib.blake2b(library.read_bytes(), digest_size=8).hexdigest()
-    return ctypes.CDLL(str(library)), digest
+    file = folder / "glue.so"
+    digest = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    code = ctypes.CDLL(str(file))
+    for dtype in _SUFFIX:
+        CompiledGlue(code, dtype, digest)  # AttributeError if anything is missing
+    return _Library(code, digest)
 
 
 def _first_difference(glue: Glue, reference: Glue, dtype: torch.dtype) -> str:

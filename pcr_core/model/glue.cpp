@@ -42,12 +42,13 @@ inline bf16 down<bf16>(float x) {  // to nearest, ties to even
   return bf16{static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded)};
 }
 
-// exp, within two units in the last place (the polynomial of Cephes' expf).
+// exp, within two units in the last place (the polynomial of Cephes' expf), and infinity
+// from 88.4 on.
 inline float exponential(float x) {
   x = x < -87.0f ? -87.0f : x;
-  x = x > 88.0f ? 88.0f : x;
+  x = x > 89.0f ? 89.0f : x;
   float n = x * 1.44269504f + 12582912.0f;  // rounds to an integer, kept in the low bits
-  int32_t power;
+  uint32_t power;
   std::memcpy(&power, &n, sizeof power);
   n -= 12582912.0f;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -58,7 +59,7 @@ inline float exponential(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const int32_t bits = (power << 23) + 0x3f800000;
+  const uint32_t bits = (power << 23) + 0x3f800000u;
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
   return p * scale;

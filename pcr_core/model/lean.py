@@ -178,13 +178,13 @@ class LeanLayer:
         total = torch.empty_like(x)
         weight, eps = self._after.weight, self._after.eps
         for at, part in pieces(self._out, mixed, count, few=few):
-            to = slice(at, at + len(part))
-            self._glue.add_norm(x[to], part, weight, eps, total[to], normed[to])
+            from_x, to, also = (_beside(part, at, all_) for all_ in (x, total, normed))
+            self._glue.add_norm(from_x, part, weight, eps, to, also)
         inner = _ample(x, count, room(self._down, count, few=few), self._inner)
         for at, part in pieces(self.gate_up.linear, normed, count, few=few):
-            self._glue.gate(part, inner[at : at + len(part)])
+            self._glue.gate(part, _beside(part, at, inner))
         for at, part in pieces(self._down, inner, count, few=few):
-            self._glue.add(total[at : at + len(part)], part)
+            self._glue.add(_beside(part, at, total), part)
         return total.view(hidden_states.shape)
 
     def _turned(
@@ -198,13 +198,11 @@ class LeanLayer:
         out: torch.Tensor | None = None
         for at, part in pieces(self.qkv.linear, normed, count, few=each == 1):
             heads = part.view(-1, all_heads, self._dim)
-            stop = at + len(heads)
             if out is None:
-                whole = stop == count
+                whole = heads.shape[0] == count
                 out = heads if whole else heads.new_empty(count, *heads.shape[1:])
-            angles = cos[at:stop], sin[at:stop]
-            to = heads if out is heads else out[at:stop]
-            self._glue.turn(heads, turning, angles, to)
+            angles = _beside(heads, at, cos), _beside(heads, at, sin)
+            self._glue.turn(heads, turning, angles, _beside(heads, at, out))
         assert out is not None
         return out.view(batch, each, all_heads, self._dim)
 
@@ -232,6 +230,14 @@ class _Norm:
     def __init__(self, norm: Any) -> None:
         self.weight: torch.Tensor = norm.weight.detach()
         self.eps: float = norm.variance_epsilon
+
+
+def _beside(part: torch.Tensor, at: int, rows: torch.Tensor) -> torch.Tensor:
+    """The rows that belong to a piece which begins at row ``at``."""
+    count = part.shape[0]
+    if at == 0 and count == rows.shape[0]:
+        return rows
+    return rows[at : at + count]
 
 
 def _ample(like: torch.Tensor, count: int, room: int, width: int) -> torch.Tensor:

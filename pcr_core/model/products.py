@@ -56,12 +56,11 @@ def pieces(
         count: How many rows are wanted.
         few: Whether these are one token of each of several rows.
 
-    Yields:
-        The first row of a piece, and the piece ``[some rows, out_features]``, in memory
-        that is the caller's.
+    Returns:
+        The first row of each piece, and the piece ``[some rows, out_features]``, in
+        memory that is the caller's.
     """
     tiled: Tiled | None = layer.__dict__.get(_TILED)
     if tiled is None:
-        yield 0, layer(rows[:count])
-    else:
-        yield from tiled.pieces(rows, count, few=few)
+        return iter([(0, layer(rows[:count]))])
+    return tiled.pieces(rows, count, few=few)

@@ -416,7 +416,7 @@ class Breaks:
 
     def __enter__(self) -> Breaks:
         # Where the layer's keys and values exist already.
-        self._hook = self._layer.mlp.down_proj.register_forward_pre_hook(self._reached)
+        self._hook = self._layer.register_forward_hook(self._reached)
         return self
 
     def __exit__(self, *_: object) -> None:

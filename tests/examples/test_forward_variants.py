@@ -13,6 +13,7 @@ from examples.benchmarks.forward_variants import in_turns, one_round, rows_of
 from examples.benchmarks.ingredients import PIECES, Plans, twin, variants
 from pcr_core import EngineConfig
 from pcr_core.model.attention import AttentionPlan
+from pcr_core.model.compiled_glue import choose_glue
 from pcr_core.model.linear import LayerPlan
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.prefill_plan import shape_independent
@@ -29,7 +30,13 @@ class AnyShape(dict[Any, LayerPlan]):
         return LayerPlan(packed=False, tiles=RowTiles({16: 1.0}))
 
 
-PLANS = Plans(AttentionPlan(), AnyShape(), AnyShape()[0, 0, False], shape_independent())
+PLANS = Plans(
+    AttentionPlan(),
+    AnyShape(),
+    AnyShape()[0, 0, False],
+    shape_independent(),
+    choose_glue(torch.float32).glue,
+)
 
 
 @pytest.fixture

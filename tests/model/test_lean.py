@@ -10,6 +10,8 @@ from torch import nn
 
 from pcr_core.model import _compat
 from pcr_core.model.attention import AttentionPlan, KvAttention, attention_installed
+from pcr_core.model.compiled_glue import choose_glue
+from pcr_core.model.glue import TorchGlue
 from pcr_core.model.lean import (
     fused_layers,
     is_llama_like,
@@ -48,22 +50,28 @@ def assert_untouched(model: Any, before: dict[str, torch.Tensor]) -> None:
     assert fused_layers(model) == []
 
 
+@pytest.mark.parametrize("glue", ["torch", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", LEAN)
 def test_up_to_rounding_they_are_the_models_own(
-    make_tiny_model: Any, kind: str, dtype: torch.dtype
+    make_tiny_model: Any, kind: str, dtype: torch.dtype, glue: str
 ) -> None:
+    chosen = choose_glue(dtype)
+    if glue == "compiled" and chosen.reason:
+        pytest.skip(chosen.reason)
+    between = chosen.glue if glue == "compiled" else TorchGlue()
     model = make_tiny_model(kind).to(dtype)
     before = snapshot(model)
     trainable = [parameter.requires_grad for parameter in model.parameters()]
     with attention_installed(model, ATTENTION):
         stock = logits(model)
-        with lean_layers_installed(model, ATTENTION):
+        with lean_layers_installed(model, ATTENTION, between):
             assert len(fused_layers(model)) == 2 * model.config.num_hidden_layers
             lean = logits(model)
-    scale = stock.float().abs().max()
-    most = 1e-5 if dtype is torch.float32 else 3e-2
-    assert (stock.float() - lean.float()).abs().max() <= most * scale
+    reference = logits(model.double()).double()
+    off, stocks = ((x.double() - reference).square().mean() for x in (lean, stock))
+    assert off <= 2 * stocks, "as near to the exact result as the model's own"
+    model.to(dtype)
     assert_untouched(model, before)
     assert [parameter.requires_grad for parameter in model.parameters()] == trainable
 
@@ -73,7 +81,7 @@ def test_layers_of_another_kind_are_left_alone(make_tiny_model: Any, kind: str) 
     model = make_tiny_model(kind)
     with (
         attention_installed(model, ATTENTION),
-        lean_layers_installed(model, ATTENTION),
+        lean_layers_installed(model, ATTENTION, TorchGlue()),
     ):
         assert fused_layers(model) == []
         assert not any("forward" in module.__dict__ for module in model.modules())
@@ -94,7 +102,7 @@ def test_a_layer_that_only_looks_like_one_fails_its_trial(make_tiny_model: Any) 
     assert is_llama_like(layer)
     with (
         attention_installed(model, ATTENTION),
-        lean_layers_installed(model, ATTENTION),
+        lean_layers_installed(model, ATTENTION, TorchGlue()),
     ):
         assert "forward" not in layer.__dict__
         assert len(fused_layers(model)) == 2 * (model.config.num_hidden_layers - 1)
@@ -125,7 +133,7 @@ def test_a_part_still_answers_for_itself(make_tiny_model: Any) -> None:
     parts = (block.q_proj, block.k_proj, block.v_proj)
     with torch.inference_mode(), attention_installed(model, ATTENTION):
         stock = [part(x) for part in parts]
-        with lean_layers_installed(model, ATTENTION):
+        with lean_layers_installed(model, ATTENTION, TorchGlue()):
             for part, expected in zip(parts, stock, strict=True):
                 assert torch.allclose(part(x), expected, atol=1e-5)
 
@@ -136,7 +144,7 @@ def test_no_weight_is_kept_twice(make_tiny_model: Any, kind: str) -> None:
     model = make_tiny_model(kind)
     with (
         attention_installed(model, ATTENTION),
-        lean_layers_installed(model, ATTENTION),
+        lean_layers_installed(model, ATTENTION, TorchGlue()),
         row_tiles_installed(model, plan_layers(model)),
     ):
         dense = [p for p in model.parameters() if p.layout is torch.strided]
@@ -155,7 +163,7 @@ def test_every_product_is_in_tiles(make_tiny_model: Any, kind: str) -> None:
     assert all_products_tiled(model)
     with (
         attention_installed(model, ATTENTION),
-        lean_layers_installed(model, ATTENTION),
+        lean_layers_installed(model, ATTENTION, TorchGlue()),
     ):
         stock = logits(model)
         assert all_products_tiled(model)
@@ -190,7 +198,7 @@ def test_a_failure_on_the_way_in_leaves_no_trace(
     with (
         attention_installed(model, ATTENTION),
         pytest.raises(MemoryError),
-        lean_layers_installed(model, ATTENTION),
+        lean_layers_installed(model, ATTENTION, TorchGlue()),
     ):
         raise AssertionError("not reached")
     assert_untouched(model, before)
