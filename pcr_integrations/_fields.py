@@ -44,6 +44,7 @@ class PcrFields(BaseModel):
     dtype: str | None = None
     overlap: str | None = None
     cuda_graphs: str | None = None
+    cpu_kernels: str | None = None
     resident_rows: int | None = None
     threads: int | None = None
     max_batch_size: int | None = None
@@ -148,7 +149,7 @@ class PcrFields(BaseModel):
 
 
 # Budgets, folders and policies are left out: reuse does not change what is answered.
-_CHANGE_ANSWERS = {"exact", "device", "dtype", "chunk_tokens"}
+_CHANGE_ANSWERS = {"exact", "device", "dtype", "chunk_tokens", "cpu_kernels"}
 
 
 def check_names(fields: Mapping[str, FieldInfo], settings: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ from pcr_core.model.attention import (
     KvAttention,
     attention_installed,
 )
+from pcr_core.model.compiled_glue import GlueChoice
+from pcr_core.model.glue import TorchGlue
 from pcr_core.model.graphs_probe import GraphsChoice
 from pcr_core.model.loading import load
 from pcr_core.model.overlap import OverlapChoice
@@ -33,7 +35,13 @@ def test_a_prompt_that_is_partly_stored(
     runner = Runner(loaded, CHUNK, free())
     namespace = Namespace.of([("test", b"")])
     prepared = Prepared(
-        runner, namespace, OverlapChoice("none"), CHUNK, GraphsChoice(), 0
+        runner,
+        namespace,
+        OverlapChoice("none"),
+        CHUNK,
+        GraphsChoice(),
+        0,
+        GlueChoice(TorchGlue()),
     )
     attention = KvAttention(AttentionPlan())
     with attention_installed(loaded.model, attention), ExitStack() as lifetimes:

@@ -127,7 +127,10 @@ def prepared(
 
     def get(kind: str) -> Any:
         if kind not in made:
-            config = EngineConfig(cache_dir=folder, chunk_tokens=16)
+            # torch's kernels are all that a recording sees.
+            config = EngineConfig(
+                cache_dir=folder, chunk_tokens=16, cpu_kernels="torch"
+            )
             loaded = load(config, make_tiny_model(kind), tiny_tokenizer)
             opened = model_prepared(loaded, config)
             made[kind] = (opened, loaded, opened.__enter__().runner)
