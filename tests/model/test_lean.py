@@ -11,12 +11,9 @@ from torch import nn
 from pcr_core.model import _compat
 from pcr_core.model.attention import AttentionPlan, KvAttention, attention_installed
 from pcr_core.model.compiled_glue import choose_glue
+from pcr_core.model.fused import fused_layers
 from pcr_core.model.glue import TorchGlue
-from pcr_core.model.lean import (
-    fused_layers,
-    is_llama_like,
-    lean_layers_installed,
-)
+from pcr_core.model.lean import is_llama_like, lean_layers_installed
 from pcr_core.model.linear import (
     all_products_tiled,
     plan_layers,
