@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -89,13 +90,20 @@ def _names() -> list[str]:
     return list(EngineConfig.model_fields)
 
 
+def _no_such(name: str) -> str:
+    near = get_close_matches(name, _names(), n=1)
+    if near:
+        return f"there is no such setting; did you mean {near[0]}?"
+    return f"there is no such setting; known are: {', '.join(_names())}"
+
+
 def _explain(error: ValidationError) -> str:
     problems = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"]) or "config"
         what = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            what = f"there is no such setting; known are: {', '.join(_names())}"
+            what = _no_such(where)
         elif where == "device":
             what = "must be 'auto', 'cpu', 'cuda' or 'cuda:N'"
         problems.append(f"{where}: {what}")

@@ -184,3 +184,80 @@ def test_freed_memory_is_given_back() -> None:
 def test_another_c_library_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert memory.trim() is False
+
+
+# --- huge pages ---
+
+HUGE = 2 * 2**20
+
+
+def _with_huge_pages(root: Path, size: int = HUGE) -> Path:
+    folder = root / "sys/kernel/mm/transparent_hugepage"
+    folder.mkdir(parents=True)
+    (folder / "hpage_pmd_size").write_text(f"{size}\n")
+    return root
+
+
+def _advised(monkeypatch: pytest.MonkeyPatch, answer: bool = True) -> list[int]:
+    """Collects the pages, by number, for which advice is given."""
+    pages: list[int] = []
+
+    def advise(address: int, size: int, advice: int) -> bool:
+        assert (address % HUGE, size, advice) == (0, HUGE, 25)
+        pages.append(address // HUGE)
+        return answer
+
+    monkeypatch.setattr(memory, "_advise", advise)
+    return pages
+
+
+def test_pages_that_are_mostly_known_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces may be smaller than a page, and lie across a border."""
+    root, pages = _with_huge_pages(tmp_path), _advised(monkeypatch)
+    pieces = [
+        (10 * HUGE, HUGE),  # all of 10
+        (12 * HUGE - 100, HUGE + 100),  # a little of 11, all of 12
+        (20 * HUGE + 4096, HUGE // 3),  # together more than half of 20
+        (20 * HUGE + HUGE // 2, HUGE // 3),
+        (30 * HUGE, HUGE // 3),  # too little of 30
+        (40 * HUGE + HUGE // 2 + 1, HUGE),  # less than half of 40, more of 41
+    ]
+    assert memory.join_pages(pieces, root) == 4 * HUGE
+    assert pages == [10, 12, 20, 41]
+
+
+def test_what_the_kernel_refuses_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, pages = _with_huge_pages(tmp_path), _advised(monkeypatch, answer=False)
+    assert memory.join_pages([(0, 3 * HUGE)], root) == 0
+    assert pages == [0, 1, 2]
+
+
+def test_a_start_does_not_take_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, pages = _with_huge_pages(tmp_path), _advised(monkeypatch)
+    ticks = iter(range(100))
+    monkeypatch.setattr(memory.time, "monotonic", lambda: next(ticks))
+    assert memory.join_pages([(0, 50 * HUGE)], root) == len(pages) * HUGE
+    assert len(pages) == memory._JOINING_SECONDS
+
+
+def test_without_huge_pages_nothing_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = _advised(monkeypatch)
+    assert memory.join_pages([(0, 50 * HUGE)], tmp_path) == 0
+    assert pages == []
+
+
+def test_contents_stay_where_they_are() -> None:
+    """On this machine's kernel, whatever it does."""
+    noise = np.random.default_rng(0).integers(0, 255, 4 * HUGE, dtype=np.uint8)
+    address, before = noise.ctypes.data, noise.tobytes()
+    assert memory.join_pages([(address, noise.nbytes)]) % HUGE == 0
+    assert noise.ctypes.data == address
+    assert noise.tobytes() == before

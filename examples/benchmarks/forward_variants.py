@@ -3,12 +3,13 @@
     python -m examples.benchmarks.forward_variants
 
 Stock is transformers with sdpa, a ``DynamicCache`` and logits of the last position.
-"+ kv" is stock with one piece of the engine, "all" has all six, "all - kv" lacks one.
+"+ kv" is stock with one piece of the engine, "all" has every one, "all - kv" lacks one.
 "engine" is "all" with rows padded as exact reuse asks. "stock, all logits" is what a
 call without ``logits_to_keep`` costs. The pieces (see ``ingredients``):
 
     kv         a preallocated row instead of concatenation
     linear     row tiles, on packed weights where the probe found them faster
+    pages      packed weights in huge pages
     attention  grouped heads, without expanding K and V
     lean       fused q/k/v and gate/up, few small operations
     compiled   what is between the products of lean layers, compiled for this CPU

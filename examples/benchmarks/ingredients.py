@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pcr_core import EngineConfig
+from pcr_core.memory import join_pages
 from pcr_core.model._compat import cache_argument
 from pcr_core.model.attention import (
     AttentionPlan,
@@ -31,7 +32,13 @@ from pcr_core.model.chunk_io import ChunkIO
 from pcr_core.model.fingerprint import model_fields
 from pcr_core.model.glue import Glue, TorchGlue
 from pcr_core.model.lean import lean_candidates, lean_layers_installed
-from pcr_core.model.linear import LayerPlan, Shape, plan_layers, row_tiles_installed
+from pcr_core.model.linear import (
+    LayerPlan,
+    Shape,
+    packed_memory,
+    plan_layers,
+    row_tiles_installed,
+)
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.output_head import head_installed
 from pcr_core.model.prefill_plan import Cuts, free
@@ -39,10 +46,13 @@ from pcr_core.model.probe import read_verdict, verdict_path
 from pcr_core.model.runner import Runner
 from pcr_core.model.setup import model_prepared
 
-PIECES = ("kv", "linear", "attention", "lean", "compiled", "head")
+PIECES = ("kv", "linear", "pages", "attention", "lean", "compiled", "head")
 """Preallocated KV instead of concatenation; linear layers in row tiles, packed where
-that measured better; grouped-head attention; lean layers; what is between their
-products compiled (needs "lean"); the output head packed."""
+that measured better; their packed weights in huge pages; grouped-head attention; lean
+layers; what is between their products compiled; the output head packed."""
+
+_NEEDS = {"pages": "linear", "compiled": "lean"}
+"""Pieces that are nothing without another."""
 
 _CHUNK = 32
 
@@ -249,6 +259,8 @@ def compose(
         lifetimes.enter_context(lean_layers_installed(model, attention, glue))
     if "linear" in pieces:
         lifetimes.enter_context(row_tiles_installed(model, plans.layers))
+    if "pages" in pieces:
+        join_pages(packed_memory(model))
     if "head" in pieces:
         lifetimes.enter_context(head_installed(model, plans.head))
     if "kv" in pieces:
@@ -271,8 +283,11 @@ def variants(loaded: LoadedModel, plans: Plans, tokens: int) -> dict[str, Maker]
         "stock, all logits": lambda _: Concatenating(
             twin(loaded.model), last_only=False
         ),
-        **{f"+ {piece}": of({piece}) for piece in PIECES if piece != "compiled"},
-        "+ lean, compiled": of({"lean", "compiled"}),
+        **{f"+ {piece}": of({piece}) for piece in PIECES if piece not in _NEEDS},
+        **{
+            f"+ {needed}, {piece}": of({needed, piece})
+            for piece, needed in _NEEDS.items()
+        },
         "all": of(every),
         **{f"all - {piece}": of(every - {piece}) for piece in PIECES},
         "engine": of(every, plans.cuts),

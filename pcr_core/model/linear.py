@@ -261,6 +261,14 @@ def _layers(model: Any) -> Iterator[nn.Linear]:
             yield module
 
 
+def packed_memory(model: Any) -> list[tuple[int, int]]:
+    """Address and size in bytes of all packed weights."""
+    layers = (*model.modules(), *fused_layers(model))
+    weights = [one.weight for one in layers if isinstance(one, nn.Linear)]
+    found = [onednn.memory_of(w) for w in weights if w.layout is not torch.strided]
+    return [piece for piece in found if piece is not None]
+
+
 def all_products_tiled(model: Any) -> bool:
     """Whether every matrix product on many rows is in a layer that can be tiled.
 

@@ -122,6 +122,9 @@ def _refuse_foreign_tokenizer(model: Any, tokenizer: Any) -> None:
         )
 
 
+_MODEL_FILES = ("config.json", "adapter_config.json")
+
+
 def _locate(config: EngineConfig) -> tuple[str, dict[str, Any]]:
     """What to pass to ``from_pretrained``."""
     if config.model is None:
@@ -136,6 +139,11 @@ def _locate(config: EngineConfig) -> tuple[str, dict[str, Any]]:
     looks_local = config.model.startswith((".", "/", "~"))
     if looks_local and not path.is_dir():
         raise ConfigError(f"model: there is no folder {path}")
+    if path.is_dir() and not any((path / name).is_file() for name in _MODEL_FILES):
+        raise ConfigError(
+            f"model: {path} is not a model's folder, it has no config.json; give the "
+            "folder that save_pretrained wrote, a .gguf file or a hub id"
+        )
     return str(path) if path.is_dir() else config.model, {}
 
 

@@ -27,6 +27,15 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def memory_of(packed: torch.Tensor) -> tuple[int, int] | None:
+    """Address and size in bytes of packed weights, where torch tells them."""
+    try:
+        operators = torch.ops.mkldnn
+        return operators.data_ptr(packed), operators._nbytes(packed)  # noqa: SLF001
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def linear(
     rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pcr_core.memory import page_out
+from pcr_core.memory import join_pages, page_out
 from pcr_core.model import onednn
 from pcr_core.model.linear import (
     Kernel,
@@ -42,7 +42,9 @@ class _InstalledHead:
         if plan.packed:
             # A copy, as the embedding may be the same tensor; of that only the rows
             # that are looked up are needed in memory.
-            self._kernel = PackedKernel(onednn.pack(weight), bias)
+            packed = onednn.pack(weight)
+            join_pages(filter(None, [onednn.memory_of(packed)]))
+            self._kernel = PackedKernel(packed, bias)
             page_out(weight.data_ptr(), weight.nbytes)
         head.__dict__["forward"] = self.forward
 

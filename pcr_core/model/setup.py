@@ -12,7 +12,7 @@ import torch
 from pcr_core.config import EngineConfig
 from pcr_core.errors import ConfigError, ModelError, UnsupportedModelError
 from pcr_core.index.chunk import Namespace
-from pcr_core.memory import available_bytes, trim
+from pcr_core.memory import available_bytes, join_pages, trim
 from pcr_core.model import probe
 from pcr_core.model.attention import (
     AttentionPlan,
@@ -26,7 +26,11 @@ from pcr_core.model.glue import Glue, TorchGlue
 from pcr_core.model.graphs import graphs_for
 from pcr_core.model.graphs_probe import GraphsChoice, choose_graphs
 from pcr_core.model.lean import lean_candidates, lean_layers_installed
-from pcr_core.model.linear import plan_layers, row_tiles_installed
+from pcr_core.model.linear import (
+    packed_memory,
+    plan_layers,
+    row_tiles_installed,
+)
 from pcr_core.model.loading import LoadedModel
 from pcr_core.model.output_head import head_installed, plan_head
 from pcr_core.model.overlap import OverlapChoice, choose_overlap
@@ -111,6 +115,7 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
             graphs = _graphs(loaded, config, runner)
             runner.make_ready()
             trim()
+            join_pages(packed_memory(loaded.model))
             yield Prepared(
                 runner, namespace, overlap, chunk_tokens, graphs, weight_bytes, glue
             )

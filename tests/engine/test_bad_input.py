@@ -123,7 +123,8 @@ def test_a_bias_outside_the_vocabulary_is_refused_before_compute(
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"dram_byte": 1}, r"dram_byte.*no such setting"),
+        ({"dram_byte": 1}, r"dram_byte:.*no such setting; did you mean dram_bytes\?"),
+        ({"colour": 1}, r"colour:.*no such setting; known are: model, cache_dir"),
         ({"dram_bytes": -1}, r"dram_bytes.*negative"),
         ({"ssd_bytes": -1}, r"ssd_bytes.*negative"),
         ({"dram_bytes": "lots"}, r"dram_bytes.*2GiB"),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pcr_core.model import linear, onednn
+from pcr_core.model import linear, onednn, products
 from pcr_core.model.linear import (
     LayerPlan,
     in_tiles,
@@ -130,6 +130,49 @@ def test_packing_keeps_one_copy() -> None:
     assert pointer in _strided_data()
     with installed(model, packed=True):
         assert pointer not in _strided_data()
+
+
+def test_packed_weights_say_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not onednn.supports(torch.float32):
+        pytest.skip("oneDNN is not available")
+    model = Small(torch.float32)
+    least = [layer.weight.nbytes for layer in (model.first, model.second)]
+    assert linear.packed_memory(model) == []
+    with installed(model, packed=True):
+        found = linear.packed_memory(model)
+        pairs = zip(found, least, strict=True)
+        assert all(size >= n for (_, size), n in pairs)
+        assert all(address > 0 for address, _ in found)
+        monkeypatch.setattr(torch.ops, "mkldnn", object())
+        assert linear.packed_memory(model) == [], "another torch may not tell"
+
+
+def test_pieces_are_the_product_and_need_no_more_rows_than_they_ask_for(
+    packed: bool,
+) -> None:
+    if packed and not onednn.supports(torch.float32):
+        pytest.skip("oneDNN is not available")
+    model, rows = Small(torch.float32), noise(MOST, 96, torch.float32)
+    layer = model.first
+    with torch.inference_mode():
+        assert products.room(layer, 7, few=False) == 7, "not in tiles yet"
+        ((at, whole),) = products.pieces(layer, rows, 7, few=False)
+        assert (at, whole.shape) == (0, (7, 160))
+        with installed(model, packed):
+            for count in (1, 2, 15, 16, 17, 100, MOST):
+                for few in (False, True):
+                    x = rows[:count, None] if few else rows[None, :count]
+                    expected = layer(x).view(count, 160)
+                    ample = torch.full((products.room(layer, count, few=few), 96), 3.0)
+                    ample[:count] = rows[:count]
+                    for given in (rows[:count], ample):
+                        found = list(products.pieces(layer, given, count, few=few))
+                        starts = [at for at, _ in found]
+                        sizes = [len(part) for _, part in found]
+                        assert starts == [sum(sizes[:i]) for i in range(len(sizes))]
+                        joined = torch.cat([part for _, part in found])
+                        assert torch.equal(joined, expected), (count, few)
+        assert products.room(layer, 7, few=False) == 7
 
 
 def _strided_data() -> set[int]:

@@ -249,6 +249,13 @@ def test_a_missing_gguf_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    with pytest.raises(ConfigError, match=r"no config\.json; give the folder"):
+        load(EngineConfig(model=str(tmp_path)))
+
+
+def test_a_folder_with_a_broken_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot load"):
         load(EngineConfig(model=str(tmp_path)))
 
