@@ -160,7 +160,7 @@ def test_pieces_are_the_product_and_need_no_more_rows_than_they_ask_for(
         assert (at, whole.shape) == (0, (7, 160))
         with installed(model, packed):
             for count in (1, 2, 15, 16, 17, 100, MOST):
-                for few in (False, True):
+                for few in {True, count == 1}:  # one row is always taken for few
                     x = rows[:count, None] if few else rows[None, :count]
                     expected = layer(x).view(count, 160)
                     ample = torch.full((products.room(layer, count, few=few), 96), 3.0)
