@@ -59,8 +59,9 @@ def join_pages(pieces: Iterable[tuple[int, int]], root: Path = Path("/")) -> int
     """Have the kernel put memory that is read again and again into huge pages.
 
     A decode step reads all weights once, and spends an eighth of its products' time on
-    looking up pages of 4 KiB. Contents and addresses stay. Huge pages of which a part
-    may be free memory are left alone, or that part would be taken again.
+    looking up pages of 4 KiB. Contents and addresses stay. Huge pages of which less
+    than half is known are left alone: the rest may be free, and would be taken again.
+    So are all where the system's administrator wants none.
 
     Args:
         pieces: Address and size in bytes of each; all written before.
@@ -70,8 +71,13 @@ def join_pages(pieces: Iterable[tuple[int, int]], root: Path = Path("/")) -> int
         Bytes in huge pages now; 0 where the system cannot do it. Of very much memory
         only a part is done, for a start not to take long.
     """
-    size = _number(root / "sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-    if not size:
+    settings = root / "sys/kernel/mm/transparent_hugepage"
+    size = _number(settings / "hpage_pmd_size")
+    try:
+        unwanted = "[never]" in (settings / "enabled").read_text()
+    except OSError:
+        unwanted = True
+    if unwanted or not size:
         return 0
     covered: dict[int, int] = {}
     for address, length in pieces:

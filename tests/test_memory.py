@@ -195,6 +195,7 @@ def _with_huge_pages(root: Path, size: int = HUGE) -> Path:
     folder = root / "sys/kernel/mm/transparent_hugepage"
     folder.mkdir(parents=True)
     (folder / "hpage_pmd_size").write_text(f"{size}\n")
+    (folder / "enabled").write_text("always [madvise] never\n")
     return root
 
 
@@ -251,6 +252,10 @@ def test_without_huge_pages_nothing_is_done(
 ) -> None:
     pages = _advised(monkeypatch)
     assert memory.join_pages([(0, 50 * HUGE)], tmp_path) == 0
+    root = _with_huge_pages(tmp_path)
+    enabled = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    enabled.write_text("always madvise [never]\n")
+    assert memory.join_pages([(0, 50 * HUGE)], root) == 0, "nobody wants them"
     assert pages == []
 
 

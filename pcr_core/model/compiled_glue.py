@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,19 @@ from pcr_core.model.rounding import differ_by_rounding
 _log = logging.getLogger("pcr_core.model")
 _SOURCE = Path(__file__).with_name("glue.cpp")
 _SECONDS = 120.0  # a busy machine's; a start must not hang on a compiler
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-fast-math")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-fopenmp",
+    # After what $CXX has of its own: rounding in glue.cpp and, linked, the whole
+    # process's depend on it; a reduction must not begin where its address is even;
+    # debug information has the folder in it, and the digest would be another each time.
+    "-fno-fast-math",
+    "--param=vect-max-peeling-for-alignment=0",
+    "-g0",
+)
 _WIDE = ("-mprefer-vector-width=512",)  # GCC would use half of AVX-512
 _SUFFIX = {torch.bfloat16: "bf16", torch.float32: "float"}
 
@@ -57,24 +70,23 @@ class CompiledGlue:
         name: See ``Glue``.
     """
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, name: str) -> None:
-        self.name = name
-        self._dtype = dtype
-        for operation, arguments in _ARGUMENTS.items():
-            function = library[f"{operation}_{_SUFFIX[dtype]}"]
-            function.argtypes, function.restype = arguments, None
-            setattr(self, f"_{operation}", function)
-
     _add: Any
     _norm: Any
     _add_norm: Any
     _turn: Any
     _gate: Any
 
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, name: str) -> None:
+        self.name = name
+        self.dtype: torch.dtype | None = dtype
+        for operation, arguments in _ARGUMENTS.items():
+            function = library[f"{operation}_{_SUFFIX[dtype]}"]
+            function.argtypes, function.restype = arguments, None
+            setattr(self, f"_{operation}", function)
+
     def angles(self, cos: torch.Tensor, sin: torch.Tensor) -> Angles:
         """See ``Glue``."""
-        dtype = self._dtype
-        return cos.to(dtype).contiguous(), sin.to(dtype).contiguous()
+        return cos.to(self.dtype).contiguous(), sin.to(self.dtype).contiguous()
 
     def norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
@@ -156,11 +168,10 @@ def choose_glue(dtype: torch.dtype) -> GlueChoice:
     if isinstance(found, str):
         return GlueChoice(TorchGlue(), found)
     glue = CompiledGlue(found.code, dtype, f"compiled-{found.digest}")
-    wrong = _first_difference(glue, TorchGlue(), dtype)
+    wrong = _first_fault(glue, dtype)
     if wrong:
-        _log.warning("the compiled %s is not what torch computes; not used", wrong)
-        reason = f"the compiled {wrong} is not what torch computes"
-        return GlueChoice(TorchGlue(), reason)
+        _log.warning("what was compiled is not used: %s", wrong)
+        return GlueChoice(TorchGlue(), wrong)
     return GlueChoice(glue)
 
 
@@ -170,23 +181,51 @@ class _Library:
     digest: str
 
 
-@functools.cache
+_building = threading.Lock()
+
+
 def _library() -> _Library | str:
-    """The compiled code, or why there is none. Once per process."""
+    """The compiled code, or why there is none. Any thread; once per process."""
+    with _building:
+        return _build()
+
+
+@functools.cache
+def _build() -> _Library | str:
+    """See ``_library``.
+
+    By ``$CXX``, or else by ``g++``: what Clang makes needs a runtime of its own.
+    """
     if not sys.platform.startswith("linux"):
         return f"they are not built on {sys.platform}"
-    compiler = os.environ.get("CXX") or "g++"
+    found: _Library | str = ""
+    for compiler in dict.fromkeys(filter(None, (os.environ.get("CXX"), "g++"))):
+        found = _built_by(compiler)
+        if isinstance(found, _Library):
+            break
+    return found
+
+
+def _built_by(compiler: str) -> _Library | str:
     try:
         command = shlex.split(compiler)
         if shutil.which(command[0]) is None:
             return f"there is no C++ compiler ({compiler})"
-        with tempfile.TemporaryDirectory(prefix="pcr-") as folder:
+        # What is mapped cannot always be removed, on NFS for instance.
+        temporary = tempfile.TemporaryDirectory("", "pcr-", ignore_cleanup_errors=True)
+        with temporary as folder:
             return _built(command, Path(folder))
     except subprocess.CalledProcessError as error:
-        _log.info("%s failed: %s", compiler, error.stderr)
+        _log.warning("glue.cpp: %s failed: %s", compiler, error.stderr)
         return f"{compiler} failed, see the log"
-    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
-        _log.info("glue.cpp cannot be built: %s", error)
+    except (
+        OSError,
+        ValueError,  # no way to split it
+        LookupError,  # nothing in it
+        AttributeError,
+        subprocess.SubprocessError,
+    ) as error:
+        _log.warning("glue.cpp cannot be built: %s", error)
         return f"what {compiler} makes cannot be used, see the log"
 
 
@@ -197,7 +236,7 @@ def _built(compiler: Sequence[str], folder: Path) -> _Library:
     # Linked without -fopenmp, which would bring a runtime of its own.
     for command in (
         [*compiler, *_FLAGS, *wide, "-c", "glue.cpp", "-o", "glue.o"],
-        [*compiler, "-shared", "glue.o", "-o", "glue.so"],
+        [*compiler, "-fno-fast-math", "-shared", "glue.o", "-o", "glue.so"],
     ):
         subprocess.run(
             command,
@@ -209,6 +248,7 @@ def _built(compiler: Sequence[str], folder: Path) -> _Library:
             text=True,
             errors="replace",
         )
+    _check_runtime()
     file = folder / "glue.so"
     digest = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
     code = ctypes.CDLL(str(file))
@@ -217,28 +257,54 @@ def _built(compiler: Sequence[str], folder: Path) -> _Library:
     return _Library(code, digest)
 
 
-def _first_difference(glue: Glue, reference: Glue, dtype: torch.dtype) -> str:
-    """The first operation that differs by more than rounding, or ``""``."""
-    ours, theirs = (_trial(one, dtype) for one in (glue, reference))
+def _check_runtime() -> None:
+    """See to it that the code will find the OpenMP runtime that torch uses.
+
+    Raises:
+        OSError: If it would find another, or none.
+    """
+    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    found = {
+        ctypes.cast(ctypes.CDLL(name).GOMP_parallel, ctypes.c_void_p).value
+        for name in (None, str(torchs))
+    }
+    if len(found) != 1:
+        raise OSError("another OpenMP runtime than torch's is in its place")
+
+
+def _first_fault(glue: Glue, dtype: torch.dtype) -> str:
+    """What is wrong with compiled code on this machine, or ``""``.
+
+    Results may differ from torch's by rounding. Those of a row may not differ at all by
+    how many rows there are, nor by where in memory it is.
+    """
+    ours, theirs = _trial(glue, dtype), _trial(TorchGlue(), dtype)
     for name, expected in theirs.items():
         if not differ_by_rounding(expected, ours[name], dtype):
-            return name
+            return f"the compiled {name} is not what torch computes"
+    for part in (slice(1, 2), slice(3, _ROWS)):
+        for name, alone in _trial(glue, dtype, part).items():
+            if not torch.equal(alone, ours[name][part]):
+                return f"the compiled {name} of a row depends on other rows"
     return ""
 
 
-_ROWS, _HEADS, _TURNING, _DIM = 70, 5, 4, 24  # no whole vectors, and several threads
-_WIDTH = 600
+_ROWS, _HEADS, _TURNING, _DIM = 150, 5, 4, 24  # no whole vectors, several threads
+_WIDTH = 601
 
 
 @torch.inference_mode()
-def _trial(glue: Glue, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What each operation makes of noise."""
+def _trial(
+    glue: Glue, dtype: torch.dtype, part: slice = slice(None)
+) -> dict[str, torch.Tensor]:
+    """What each operation makes of noise, or of some rows of it."""
     noise = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=noise).to(dtype)
+        return torch.randn(*shape, generator=noise).to(dtype)[part]
 
-    x, more, weight = random(_ROWS, _WIDTH), random(_ROWS, _WIDTH), random(_WIDTH)
+    weight = torch.randn(_WIDTH, generator=noise).to(dtype)
+    x, more = random(_ROWS, _WIDTH), random(_ROWS, _WIDTH)
     both, heads = 8 * random(_ROWS, 2 * _WIDTH), random(_ROWS, _HEADS, _DIM)
     angles = glue.angles(random(_ROWS, _DIM), random(_ROWS, _DIM))
     made = {

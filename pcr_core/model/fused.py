@@ -28,13 +28,14 @@ def keep_fused(model: Any, layers: list[nn.Linear] | None) -> None:
         model.__dict__[_FUSED] = layers
 
 
+def fused_from(model: Any) -> list[nn.Linear]:
+    """The layers for which these stand."""
+    return [part for fused in fused_layers(model) for part in fused.__dict__[_PARTS]]
+
+
 def fused_parts(model: Any) -> set[int]:
     """Ids of the weights for which fused layers stand."""
-    return {
-        id(part.weight)
-        for fused in fused_layers(model)
-        for part in fused.__dict__[_PARTS]
-    }
+    return {id(part.weight) for part in fused_from(model)}
 
 
 class Fused:

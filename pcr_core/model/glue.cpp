@@ -65,9 +65,13 @@ inline float exponential(float x) {
   return p * scale;
 }
 
+// What is done to one row is compiled once, not into each of the loops below: the two
+// copies might round differently, and the number of rows would show.
+#define ONE_ROW template <class T> __attribute__((noinline, noclone)) void
+
 template <class Row>
 inline void each_row(int64_t rows, int64_t width, Row row) {
-  if (rows * width < kParallel) {
+  if (rows == 1 || rows * width < kParallel) {
     for (int64_t i = 0; i < rows; ++i) row(i);
     return;
   }
@@ -76,19 +80,19 @@ inline void each_row(int64_t rows, int64_t width, Row row) {
 }
 
 // x += more
+ONE_ROW add_row(int64_t width, T* x, const T* more) {
+#pragma omp simd
+  for (int64_t j = 0; j < width; ++j) x[j] = down<T>(up(x[j]) + up(more[j]));
+}
+
 template <class T>
 void add(int64_t rows, int64_t width, T* x, const T* more) {
-  each_row(rows, width, [=](int64_t i) {
-    T* a = x + i * width;
-    const T* b = more + i * width;
-#pragma omp simd
-    for (int64_t j = 0; j < width; ++j) a[j] = down<T>(up(a[j]) + up(b[j]));
-  });
+  each_row(rows, width,
+           [=](int64_t i) { add_row(width, x + i * width, more + i * width); });
 }
 
 // out = weight * (x / rms(x)), rounded where transformers' LlamaRMSNorm rounds
-template <class T>
-inline void norm_row(int64_t width, const T* x, const T* weight, float eps, T* out) {
+ONE_ROW norm_row(int64_t width, const T* x, const T* weight, float eps, T* out) {
   float squares = 0.0f;
 #pragma omp simd reduction(+ : squares)
   for (int64_t j = 0; j < width; ++j) squares += up(x[j]) * up(x[j]);
@@ -106,51 +110,59 @@ void norm(int64_t rows, int64_t width, const T* x, const T* weight, float eps, T
 }
 
 // sum = x + more; out = norm(sum)
+ONE_ROW sum_row(int64_t width, const T* x, const T* more, T* sum) {
+#pragma omp simd
+  for (int64_t j = 0; j < width; ++j) sum[j] = down<T>(up(x[j]) + up(more[j]));
+}
+
 template <class T>
 void add_norm(int64_t rows, int64_t width, const T* x, const T* more, const T* weight,
               float eps, T* sum, T* out) {
   each_row(rows, width, [=](int64_t i) {
-    const T* a = x + i * width;
-    const T* b = more + i * width;
-    T* s = sum + i * width;
-#pragma omp simd
-    for (int64_t j = 0; j < width; ++j) s[j] = down<T>(up(a[j]) + up(b[j]));
-    norm_row(width, s, weight, eps, out + i * width);
+    sum_row(width, x + i * width, more + i * width, sum + i * width);
+    norm_row(width, sum + i * width, weight, eps, out + i * width);
   });
 }
 
 // Rotary positions on the first `turning` of `heads` heads; the others are copied.
 // `out` may be `in`.
+ONE_ROW turn_row(int64_t turning, int64_t heads, int64_t dim, const T* cos, const T* sin,
+                 const T* in, T* out) {
+  const int64_t half = dim / 2;
+  for (int64_t head = 0; head < turning; ++head, in += dim, out += dim) {
+#pragma omp simd
+    for (int64_t j = 0; j < half; ++j) {
+      const float left = up(in[j]), right = up(in[j + half]);
+      out[j] = down<T>(left * up(cos[j]) - right * up(sin[j]));
+      out[j + half] = down<T>(right * up(cos[j + half]) + left * up(sin[j + half]));
+    }
+  }
+  if (in != out) std::memcpy(out, in, (heads - turning) * dim * sizeof(T));
+}
+
 template <class T>
 void turn(int64_t rows, int64_t turning, int64_t heads, int64_t dim, const T* cos,
           const T* sin, const T* in, T* out) {
-  const int64_t half = dim / 2, width = heads * dim;
+  const int64_t width = heads * dim;
   each_row(rows, width, [=](int64_t i) {
-    const T *c = cos + i * dim, *s = sin + i * dim, *a = in + i * width;
-    T* o = out + i * width;
-    for (int64_t head = 0; head < turning; ++head, a += dim, o += dim) {
-#pragma omp simd
-      for (int64_t j = 0; j < half; ++j) {
-        const float left = up(a[j]), right = up(a[j + half]);
-        o[j] = down<T>(left * up(c[j]) - right * up(s[j]));
-        o[j + half] = down<T>(right * up(c[j + half]) + left * up(s[j + half]));
-      }
-    }
-    if (a != o) std::memcpy(o, a, (heads - turning) * dim * sizeof(T));
+    turn_row(turning, heads, dim, cos + i * dim, sin + i * dim, in + i * width,
+             out + i * width);
   });
 }
 
 // out = silu(gate) * up, of rows that are gate and up side by side
+ONE_ROW gate_row(int64_t width, const T* both, T* out) {
+#pragma omp simd
+  for (int64_t j = 0; j < width; ++j) {
+    const float x = up(both[j]);
+    out[j] = down<T>(x / (1.0f + exponential(-x)) * up(both[width + j]));
+  }
+}
+
 template <class T>
 void gate(int64_t rows, int64_t width, const T* both, T* out) {
   each_row(rows, 2 * width, [=](int64_t i) {
-    const T *g = both + 2 * i * width, *u = g + width;
-    T* o = out + i * width;
-#pragma omp simd
-    for (int64_t j = 0; j < width; ++j) {
-      const float x = up(g[j]);
-      o[j] = down<T>(x / (1.0f + exponential(-x)) * up(u[j]));
-    }
+    gate_row(width, both + 2 * i * width, out + i * width);
   });
 }
 

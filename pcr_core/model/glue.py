@@ -23,9 +23,11 @@ class Glue(Protocol):
 
     Attributes:
         name: Equal bits, equal name.
+        dtype: Of all matrices; ``None`` for any.
     """
 
     name: str
+    dtype: torch.dtype | None
 
     def angles(self, cos: torch.Tensor, sin: torch.Tensor) -> Angles:
         """Prepare cosines and sines ``[rows, dim]``, once for all layers."""
@@ -81,6 +83,7 @@ class TorchGlue:
     """In as few operations as torch offers. See ``Glue``."""
 
     name = "torch"
+    dtype: torch.dtype | None = None
 
     def angles(self, cos: torch.Tensor, sin: torch.Tensor) -> Angles:
         """See ``Glue``; the sine's first half is negated, for ``_turned``."""

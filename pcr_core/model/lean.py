@@ -17,7 +17,7 @@ changes no bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from pcr_core.model.fused import Fused, keep_fused
 from pcr_core.model.glue import Angles, Glue
 from pcr_core.model.products import pieces, room
 from pcr_core.model.rounding import differ_by_rounding
+from pcr_core.model.scratch import KEPT_ROWS, Scratch
 
 _ROWS = 32
-_KEPT_ROWS = 128
 
 
 class _Angles:
@@ -60,10 +60,6 @@ class _Angles:
             self._of, self._ready = sin, self._glue.angles(*rows)
         return self._ready
 
-    def drop(self) -> None:
-        """Hold on to nothing."""
-        self._of = self._ready = None
-
 
 class LeanLayer:
     """The forward of one decoder layer.
@@ -82,7 +78,7 @@ class LeanLayer:
         attention: Callable[..., Any],
         glue: Glue,
         angles: _Angles,
-        scratch: _Scratch,
+        scratch: Scratch,
     ) -> None:
         block, mlp = layer.self_attn, layer.mlp
         self._layer = layer
@@ -100,7 +96,11 @@ class LeanLayer:
         self._before = _Norm(layer.input_layernorm)
         self._after = _Norm(layer.post_attention_layernorm)
         self.qkv = Fused([block.q_proj, block.k_proj, block.v_proj])
-        self.gate_up = Fused([mlp.gate_proj, mlp.up_proj])
+        try:
+            self.gate_up = Fused([mlp.gate_proj, mlp.up_proj])
+        except BaseException:
+            self.qkv.remove()
+            raise
         layer.__dict__["forward"] = self.forward
 
     def forward(
@@ -113,18 +113,23 @@ class LeanLayer:
         """``[batch, n, width]`` -> the same shape."""
         batch, each, width = hidden_states.shape
         few, count = each == 1, batch * each
-        x = hidden_states.reshape(count, width)
+        if hidden_states.dtype is not self._before.weight.dtype:
+            own = self._before.weight.dtype
+            raise ValueError(f"a layer in {own} was given {hidden_states.dtype}")
+        x = hidden_states.reshape(count, width).contiguous()
         ample = max(room(f.linear, count, few=few) for f in (self.qkv, self.gate_up))
         normed = self._scratch.rows("normed", x, count, ample, width)
         self._glue.norm(x, self._before.weight, self._before.eps, normed[:count])
         heads = self._turned(normed, position_embeddings, (batch, each))
         cache = options.get("cache", options.get("past_key_values"))
         mixed = self._mix(heads, attention_mask, cache, count, few=few)
+        del heads  # a long prompt's are large
         total = torch.empty_like(x)
         weight, eps = self._after.weight, self._after.eps
         for at, part in pieces(self._out, mixed, count, few=few):
             from_x, to, also = (_beside(part, at, all_) for all_ in (x, total, normed))
             self._glue.add_norm(from_x, part, weight, eps, to, also)
+        del mixed
         ample = room(self._down, count, few=few)
         inner = self._scratch.rows("inner", x, count, ample, self._inner)
         for at, part in pieces(self.gate_up.linear, normed, count, few=few):
@@ -165,7 +170,7 @@ class LeanLayer:
         out, _ = self._attention(block, query, key, value, mask, scaling=block.scaling)
         mixed: torch.Tensor = out.reshape(count, -1)
         ample = room(self._out, count, few=few)
-        if ample == count or ample > _KEPT_ROWS:
+        if ample == count or ample > KEPT_ROWS:
             return mixed
         padded = self._scratch.rows("mixed", mixed, count, ample, mixed.shape[1])
         padded[:count] = mixed
@@ -182,7 +187,7 @@ class _Norm:
     """What an RMS norm multiplies with, looked up once."""
 
     def __init__(self, norm: Any) -> None:
-        self.weight: torch.Tensor = norm.weight.detach()
+        self.weight: torch.Tensor = norm.weight.detach().contiguous()
         self.eps: float = norm.variance_epsilon
 
 
@@ -192,44 +197,6 @@ def _beside(part: torch.Tensor, at: int, rows: torch.Tensor) -> torch.Tensor:
     if at == 0 and count == rows.shape[0]:
         return rows
     return rows[at : at + count]
-
-
-class _Scratch:
-    """Memory of matrices between products, shared by all layers of the model.
-
-    Few rows are kept: to get new memory at every decode step costs as much as filling
-    it. More are not, as a long prompt's would be held for ever.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, int, int], torch.Tensor] = {}
-
-    def rows(
-        self, purpose: str, like: torch.Tensor, count: int, room: int, width: int
-    ) -> torch.Tensor:
-        """``[room, width]``; what is in the first ``count`` rows is noise.
-
-        The others are finite, so that a product takes them instead of padding.
-
-        Args:
-            purpose: What is in use at the same time has different ones.
-            like: Of the same dtype.
-            count: See above.
-            room: See above.
-            width: See above.
-        """
-        key = purpose, room, width
-        found = self._kept.get(key)
-        if found is None:
-            found = like.new_empty(room, width)
-            found[0 if room <= _KEPT_ROWS else count :].zero_()
-            if room <= _KEPT_ROWS:
-                self._kept[key] = found
-        return found
-
-    def drop(self) -> None:
-        """Give the memory back."""
-        self._kept.clear()
 
 
 def _decoder(model: Any) -> Any:
@@ -267,6 +234,7 @@ def is_llama_like(layer: Any) -> bool:
         )
         and _one_kind([block.q_proj, block.k_proj, block.v_proj])
         and _one_kind([mlp.gate_proj, mlp.up_proj])
+        and _fits_together(layer)
         and len({one.weight.dtype for one in (*linears, *norms)}) == 1
         and "silu" in type(mlp.act_fn).__name__.lower()
         and all(isinstance(getattr(n, "variance_epsilon", None), float) for n in norms)
@@ -287,6 +255,28 @@ def lean_candidates(model: Any) -> list[bool]:
 
 def _one_kind(layers: Sequence[nn.Linear]) -> bool:
     return len({(one.bias is None, one.weight.dtype) for one in layers}) == 1
+
+
+def _fits_together(layer: Any) -> bool:
+    """Whether all sizes are those of a Llama layer: compiled glue does not check."""
+    block, mlp, norm = layer.self_attn, layer.mlp, layer.input_layernorm
+    width, dim = block.q_proj.in_features, getattr(block, "head_dim", 0)
+    q, k = block.q_proj.out_features, block.k_proj.out_features
+    inner = mlp.gate_proj.out_features
+    norms = (norm.weight, layer.post_attention_layernorm.weight)
+    return (
+        isinstance(dim, int)
+        and dim > 0
+        and dim % 2 == 0
+        and q % dim == 0
+        and k % dim == 0
+        and block.v_proj.out_features == k
+        and (block.o_proj.in_features, block.o_proj.out_features) == (q, width)
+        and mlp.up_proj.out_features == inner
+        and (mlp.down_proj.in_features, mlp.down_proj.out_features) == (inner, width)
+        and mlp.gate_proj.in_features == width
+        and all(w.shape == (width,) and w.device.type == "cpu" for w in norms)
+    )
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -339,7 +329,7 @@ def _agree(stock: torch.Tensor | None, lean: torch.Tensor | None) -> bool:
 @contextmanager
 def lean_layers_installed(
     model: Any, attention: Callable[..., Any], glue: Glue
-) -> Iterator[None]:
+) -> Iterator[int]:
     """Let the model's layers of the Llama kind run lean; put them back afterwards.
 
     To be entered with the engine's attention installed, and before its row tiles.
@@ -347,26 +337,30 @@ def lean_layers_installed(
     Args:
         model: Runs with ``attention`` already.
         attention: The engine's attention function.
-        glue: What computes between the products, in the dtype of the layers.
+        glue: What computes between the products; layers of another dtype are left
+            alone.
+
+    Yields:
+        How many layers run lean.
     """
-    installed, all_angles, scratch = list[LeanLayer](), dict[int, _Angles](), _Scratch()
+    scratch, angles = Scratch(), dict[int, _Angles]()
+    installed: list[LeanLayer] = []
     found = lean_candidates(model)
     layers = [model.model.layers[index] for index, lean in enumerate(found) if lean]
-    try:
+    with ExitStack() as lifetimes:
         for layer in layers:
             stock = _trial(model, layer)
-            dim = layer.self_attn.head_dim
-            angles = all_angles.setdefault(dim, _Angles(glue, dim))
-            installed.append(LeanLayer(layer, attention, glue, angles, scratch))
-            if not _agree(stock, _trial(model, layer)):
-                installed.pop().remove()
+            dtype, dim = layer.input_layernorm.weight.dtype, layer.self_attn.head_dim
+            if stock is None or glue.dtype not in (None, dtype):
+                continue
+            of_size = angles.setdefault(dim, _Angles(glue, dim))
+            lean = LeanLayer(layer, attention, glue, of_size, scratch)
+            with ExitStack() as undo:
+                undo.callback(lean.remove)
+                if _agree(stock, _trial(model, layer)):
+                    installed.append(lean)
+                    lifetimes.push(undo.pop_all())
         linears = [one.linear for lean in installed for one in (lean.qkv, lean.gate_up)]
         keep_fused(model, linears)
-        yield
-    finally:
-        keep_fused(model, None)
-        for lean in installed:
-            lean.remove()
-        scratch.drop()
-        for angles in all_angles.values():
-            angles.drop()
+        lifetimes.callback(keep_fused, model, None)
+        yield len(installed)

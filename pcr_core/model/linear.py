@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from pcr_core.memory import page_out
 from pcr_core.model import onednn
-from pcr_core.model.fused import fused_layers, fused_parts
+from pcr_core.model.fused import fused_from, fused_layers, fused_parts
 from pcr_core.model.products import keep_tiled
 from pcr_core.model.row_tiles import (
     COARSE_SIZES,
@@ -287,8 +287,12 @@ def all_products_tiled(model: Any) -> bool:
 
 
 def output_widths(model: Any) -> set[int]:
-    """Widths of what the tiled layers give; activations run on these."""
-    return {layer.out_features for layer in _layers(model)}
+    """Widths of what the tiled layers give; activations run on these.
+
+    Of fused layers on their parts', too.
+    """
+    parts = {part.out_features for part in fused_from(model)}
+    return {layer.out_features for layer in _layers(model)} | parts
 
 
 def is_decode(x: torch.Tensor) -> bool:

@@ -7,15 +7,16 @@ packed weights are a copy, not a replacement.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from pcr_core.memory import join_pages, page_out
+from pcr_core.memory import page_out
 from pcr_core.model import onednn
 from pcr_core.model.linear import (
     Kernel,
@@ -39,11 +40,12 @@ class _InstalledHead:
         self._few = plan.few
         weight, bias = head.weight.detach(), bias_of(head)
         self._kernel: Kernel = PlainKernel(weight, bias)
+        self.memory: list[tuple[int, int]] = []
         if plan.packed:
             # A copy, as the embedding may be the same tensor; of that only the rows
             # that are looked up are needed in memory.
             packed = onednn.pack(weight)
-            join_pages(filter(None, [onednn.memory_of(packed)]))
+            self.memory = [*filter(None, [onednn.memory_of(packed)])]
             self._kernel = PackedKernel(packed, bias)
             page_out(weight.data_ptr(), weight.nbytes)
         head.__dict__["forward"] = self.forward
@@ -85,8 +87,21 @@ def _head(model: Any) -> nn.Linear | None:
     return head if plain and head.weight.device.type == "cpu" else None
 
 
+@dataclass(frozen=True)
+class PackedHead:
+    """A copy of the head's weights, packed.
+
+    Attributes:
+        nbytes: Its size; 0 if there is none.
+        memory: Address and size of it, if torch tells.
+    """
+
+    nbytes: int = 0
+    memory: Sequence[tuple[int, int]] = ()
+
+
 @contextmanager
-def head_installed(model: Any, plan: LayerPlan | None) -> Iterator[int]:
+def head_installed(model: Any, plan: LayerPlan | None) -> Iterator[PackedHead]:
     """Run the output head in tiles in decode steps; restore it afterwards.
 
     Args:
@@ -94,14 +109,15 @@ def head_installed(model: Any, plan: LayerPlan | None) -> Iterator[int]:
         plan: From ``plan_head``; ``None`` leaves the head as it is.
 
     Yields:
-        Bytes of the copy of its weights that is kept meanwhile; 0 for none.
+        The copy of its weights that is kept meanwhile, if one is.
     """
     head = _head(model)
     if head is None or plan is None:
-        yield 0
+        yield PackedHead()
         return
     installed = _InstalledHead(head, plan)
     try:
-        yield head.weight.nbytes if plan.packed else 0
+        nbytes = head.weight.nbytes if plan.packed else 0
+        yield PackedHead(nbytes, installed.memory)
     finally:
         installed.remove()

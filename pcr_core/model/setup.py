@@ -90,9 +90,9 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
         attention = KvAttention(verdict.attention)
         with (
             attention_installed(loaded.model, attention),
-            lean_layers_installed(loaded.model, attention, glue.glue),
+            lean_layers_installed(loaded.model, attention, glue.glue) as lean,
             row_tiles_installed(loaded.model, verdict.layers),
-            head_installed(loaded.model, verdict.head) as weight_bytes,
+            head_installed(loaded.model, verdict.head) as head,
             ExitStack() as lifetimes,
         ):
             cuts = choose_cuts(config, exact_is_free=verdict.shape_independent)
@@ -115,9 +115,15 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
             graphs = _graphs(loaded, config, runner)
             runner.make_ready()
             trim()
-            join_pages(packed_memory(loaded.model))
+            join_pages([*packed_memory(loaded.model), *head.memory])
             yield Prepared(
-                runner, namespace, overlap, chunk_tokens, graphs, weight_bytes, glue
+                runner,
+                namespace,
+                overlap,
+                chunk_tokens,
+                graphs,
+                head.nbytes,
+                _in_use(glue, lean),
             )
     finally:
         loaded.model.train(training)
@@ -165,6 +171,13 @@ def _glue(loaded: LoadedModel, config: EngineConfig) -> GlueChoice:
     if config.cpu_kernels == "torch":
         return GlueChoice(TorchGlue(), "cpu_kernels='torch'")
     return choose_glue(loaded.dtype)
+
+
+def _in_use(glue: GlueChoice, lean: int) -> GlueChoice:
+    """What is said of it, when so many layers run lean."""
+    if lean or glue.kind == "torch":
+        return glue
+    return GlueChoice(TorchGlue(), "no layer of this model takes them")
 
 
 def _overlap(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.masking_utils import causal_mask_function
 
 from pcr_core.model import _compat
 from pcr_core.model.attention import AttentionPlan, KvAttention, attention_installed
@@ -19,6 +20,7 @@ from pcr_core.model.linear import (
     plan_layers,
     row_tiles_installed,
 )
+from pcr_core.model.masks import LazyMask
 
 ATTENTION = KvAttention(AttentionPlan())
 IDS = torch.arange(70)[None] % 250
@@ -192,6 +194,158 @@ def test_a_failure_on_the_way_in_leaves_no_trace(
         return trial(*arguments)
 
     monkeypatch.setattr(lean, "_trial", fails)
+    with (
+        attention_installed(model, ATTENTION),
+        pytest.raises(MemoryError),
+        lean_layers_installed(model, ATTENTION, TorchGlue()),
+    ):
+        raise AssertionError("not reached")
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_not_side_by_side(
+    make_tiny_model: Any, dtype: torch.dtype
+) -> None:
+    """Hidden states may be a view into something larger; another dtype is refused."""
+    model = make_tiny_model("llama").to(dtype)
+    glue = choose_glue(dtype).glue
+    with (
+        torch.inference_mode(),
+        attention_installed(model, ATTENTION),
+        lean_layers_installed(model, ATTENTION, glue),
+    ):
+        layer = model.model.layers[0]
+        wide = torch.randn(1, 9, 2 * layer.self_attn.q_proj.in_features).to(dtype)
+        view = wide[..., : wide.shape[-1] // 2]
+        positions = torch.arange(9)[None]
+        asked = {
+            "attention_mask": LazyMask(causal_mask_function, 0, 9, 9),
+            "position_embeddings": model.model.rotary_emb(view, positions),
+        }
+        expected = layer(view.clone(), **asked)
+        assert torch.equal(layer(view, **asked), expected)
+        assert torch.equal(wide[..., : wide.shape[-1] // 2], view), "only read"
+        other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
+        with pytest.raises(ValueError, match="was given"):
+            layer(view.to(other), **asked)
+
+
+def _misfit(layer: Any, what: str) -> None:
+    """Sizes that torch would refuse, or broadcast; compiled code looks at none."""
+    block, mlp = layer.self_attn, layer.mlp
+    width = block.q_proj.in_features
+    if what == "scalar norm":
+        layer.input_layernorm.weight = nn.Parameter(torch.ones(1))
+    elif what == "gate and up differ":
+        mlp.up_proj = nn.Linear(width, mlp.gate_proj.out_features + 2, bias=False)
+    elif what == "values are wider":
+        block.v_proj = nn.Linear(width, 2 * block.v_proj.out_features, bias=False)
+    elif what == "output is wider":
+        block.o_proj = nn.Linear(block.o_proj.in_features, 2 * width, bias=False)
+    elif what == "odd heads":
+        block.head_dim = 5
+    elif what == "no heads":
+        block.head_dim = 0
+    else:
+        layer.post_attention_layernorm.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "scalar norm",
+        "gate and up differ",
+        "values are wider",
+        "output is wider",
+        "odd heads",
+        "no heads",
+        "another dtype",
+    ],
+)
+def test_layers_whose_sizes_do_not_fit_are_left_alone(
+    make_tiny_model: Any, what: str
+) -> None:
+    layer = make_tiny_model("llama").model.layers[0]
+    assert is_llama_like(layer)
+    _misfit(layer, what)
+    assert not is_llama_like(layer)
+
+
+def test_layers_of_another_dtype_than_the_glues_are_left_alone(
+    make_tiny_model: Any,
+) -> None:
+    """Compiled code would write twice what there is room for."""
+    model = make_tiny_model("llama").to(torch.bfloat16)
+
+    class Wide(TorchGlue):
+        dtype = torch.float32
+
+    with (
+        attention_installed(model, ATTENTION),
+        lean_layers_installed(model, ATTENTION, Wide()) as count,
+    ):
+        assert count == 0
+        assert fused_layers(model) == []
+
+
+@pytest.mark.parametrize("kind", LEAN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_token_of_each_row_is_that_of_a_row_alone(
+    make_tiny_model: Any, kind: str, dtype: torch.dtype
+) -> None:
+    """Whatever ran in the same memory before."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    def each_by_itself(_: Any, q: Any, k: Any, v: Any, *__: Any, **___: Any) -> Any:
+        out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    model = make_tiny_model(kind).to(dtype)
+    glue = choose_glue(dtype).glue
+    with (
+        torch.inference_mode(),
+        attention_installed(model, ATTENTION),
+        lean_layers_installed(model, ATTENTION, glue) as count,
+        row_tiles_installed(model, plan_layers(model)),
+    ):
+        assert count == model.config.num_hidden_layers
+        layer = model.model.layers[0]
+        lean = layer.__dict__["forward"].__self__
+        lean._attention = each_by_itself
+        x = torch.randn(7, 1, layer.self_attn.q_proj.in_features).to(dtype)
+        positions = torch.tensor([[3], [900], [0], [17], [5], [64], [2]])
+        cos, sin = model.model.rotary_emb(x, positions)
+        alone = [
+            layer(x[i : i + 1], None, (cos[i : i + 1], sin[i : i + 1]))
+            for i in range(7)
+        ]
+        for size in (7, 2, 5, 1, 3):
+            asked = x[:size], None, (cos[:size], sin[:size])
+            kept = layer(*asked)
+            again = layer(*asked)
+            assert torch.allclose(
+                kept.float(), torch.cat(alone[:size]).float(), atol=2e-2
+            )
+            layer(torch.full_like(x, 3.0), None, (cos, sin))
+            assert torch.equal(kept, again), "nobody writes into a result"
+
+
+def test_weights_come_back_when_there_is_no_memory_for_the_second_product(
+    make_tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pcr_core.model import lean
+
+    model = make_tiny_model("llama")
+    before = snapshot(model)
+    fused, calls = lean.Fused, iter(range(100))
+
+    def fails(parts: Any) -> Any:
+        if next(calls) == 3:
+            raise MemoryError("no room")
+        return fused(parts)
+
+    monkeypatch.setattr(lean, "Fused", fails)
     with (
         attention_installed(model, ATTENTION),
         pytest.raises(MemoryError),
