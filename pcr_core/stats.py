@@ -321,7 +321,8 @@ class EngineStats:
         cuda_graphs_reason: Why they are not recorded; empty on a CPU.
         cpu_kernels: ``"compiled"`` if what is between matrix products was compiled for
             this machine, or ``"torch"``.
-        cpu_kernels_reason: Why it was not; empty where the model has no such layers.
+        cpu_kernels_reason: Why it was not; empty where the model has no such layers,
+            and on a GPU.
         running, waiting: Requests that have a row, and that wait for one.
         preempted: How often a running request was put back into the queue, as
             ``row_bytes`` was used up.
