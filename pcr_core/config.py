@@ -139,9 +139,9 @@ class EngineConfig(BaseModel):
             that is left, beside ``row_bytes``. ``"off"``: never.
         cpu_kernels: ``"auto"``: on a CPU, what is between the matrix products of layers
             of the Llama kind is compiled for the machine when the process starts its
-            first engine, by ``$CXX`` or ``g++``, if there is one. ``"torch"``: only torch's
-            kernels; they round differently, so for chunks that machines with and
-            without a compiler share.
+            first engine, by ``$CXX`` or ``g++``, if there is one. ``"torch"``: only
+            torch's kernels; they round differently, so for chunks that machines with
+            and without a compiler share.
         resident_rows: How many finished requests keep their KV where the model
             computes, beside the other tiers, until another request needs the memory:
             one that begins with the same tokens goes on from there without a copy.

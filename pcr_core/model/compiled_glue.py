@@ -41,9 +41,9 @@ _FLAGS = (
     "-march=native",
     "-fPIC",
     "-fopenmp",
-    # After what $CXX has of its own: rounding in glue.cpp and, linked, the whole
-    # process's depend on it; a reduction must not begin where its address is even;
-    # debug information has the folder in it, and the digest would be another each time.
+    # After what $CXX has of its own: rounding depends on the first; a reduction must
+    # not begin where its address is even; debug information has the folder in it, and
+    # the digest would be another each time.
     "-fno-fast-math",
     "--param=vect-max-peeling-for-alignment=0",
     "-g0",
@@ -233,10 +233,11 @@ def _built(compiler: Sequence[str], folder: Path) -> _Library:
     """Compile and load; the files are not needed afterwards."""
     shutil.copy(_SOURCE, folder / "glue.cpp")
     wide = _WIDE if platform.machine() == "x86_64" else ()
-    # Linked without -fopenmp, which would bring a runtime of its own.
+    # Linked without -fopenmp, which would bring a runtime of its own, and without start
+    # files: -Ofast in $CXX adds one that takes subnormals from the whole process.
     for command in (
         [*compiler, *_FLAGS, *wide, "-c", "glue.cpp", "-o", "glue.o"],
-        [*compiler, "-fno-fast-math", "-shared", "glue.o", "-o", "glue.so"],
+        [*compiler, "-nostartfiles", "-shared", "glue.o", "-o", "glue.so"],
     ):
         subprocess.run(
             command,

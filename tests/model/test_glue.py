@@ -314,6 +314,7 @@ def test_compiled_twice_it_is_the_same(
         monkeypatch.setenv("CXX", f"{real} {flags}")
         again = {_named_anew() for _ in range(2)}
         assert len(again) == 1, "with debug information or not"
+        assert sys.float_info.min / 2 > 0, "subnormal numbers are still there"
     assert other.name not in names, "other code, other chunks"
 
 
