@@ -145,6 +145,8 @@ class LeanLayer:
         batch, each = shape
         count, turning = batch * each, self._heads + self._kv_heads
         cos, sin = self._angles.get(positions[0], positions[1], batch)
+        if cos.shape[0] != count:
+            raise ValueError(f"positions of {cos.shape[0]} tokens for {count}")
         all_heads = turning + self._kv_heads
         out: torch.Tensor | None = None
         for at, part in pieces(self.qkv.linear, normed, count, few=each == 1):

@@ -229,6 +229,12 @@ def test_rows_that_are_not_side_by_side(
         other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
         with pytest.raises(ValueError, match="was given"):
             layer(view.to(other), **asked)
+        fewer = {
+            **asked,
+            "position_embeddings": model.model.rotary_emb(view, positions[:, :5]),
+        }
+        with pytest.raises(ValueError, match="positions of 5 tokens for 9"):
+            layer(view, **fewer)
 
 
 def _misfit(layer: Any, what: str) -> None:
