@@ -29,9 +29,8 @@ from pcr_core.model.attention import (
     attention_installed,
 )
 from pcr_core.model.chunk_io import ChunkIO
-from pcr_core.model.fingerprint import model_fields
 from pcr_core.model.glue import Glue, TorchGlue
-from pcr_core.model.lean import lean_candidates, lean_layers_installed
+from pcr_core.model.lean import lean_layers_installed
 from pcr_core.model.linear import (
     LayerPlan,
     Shape,
@@ -42,9 +41,8 @@ from pcr_core.model.linear import (
 from pcr_core.model.loading import LoadedModel, load
 from pcr_core.model.output_head import head_installed
 from pcr_core.model.prefill_plan import Cuts, free
-from pcr_core.model.probe import read_verdict, verdict_path
 from pcr_core.model.runner import Runner
-from pcr_core.model.setup import model_prepared
+from pcr_core.model.setup import identity, known_verdict, model_prepared
 
 PIECES = ("kv", "linear", "pages", "attention", "lean", "compiled", "head")
 """Preallocated KV instead of concatenation; linear layers in row tiles, packed where
@@ -80,9 +78,7 @@ def engine_plans(loaded: LoadedModel, config: EngineConfig) -> Plans:
     """The engine's own plans, and those for layers that it would have fused."""
     with model_prepared(loaded, config) as prepared:
         cuts, glue = prepared.runner.cuts, prepared.glue.glue
-    fields = [*model_fields(loaded), ("glue", glue.name.encode())]
-    about = (fields, lean_candidates(loaded.model))
-    verdict = read_verdict(verdict_path(config.cache_path, loaded, about))
+    _, verdict = known_verdict(loaded, config, identity(loaded, glue))
     if verdict is None:
         raise SystemExit(f"the engine's verdict cannot be kept in {config.cache_path}")
     layers = {**plan_layers(loaded.model), **verdict.layers}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,25 +39,17 @@ class _Angles:
 
     Args:
         glue: See above.
-        dim: Of a head.
     """
 
-    def __init__(self, glue: Glue, dim: int) -> None:
+    def __init__(self, glue: Glue) -> None:
         self._glue = glue
-        self._dim = dim
         self._of: torch.Tensor | None = None
         self._ready: Angles | None = None
 
     def get(self, cos: torch.Tensor, sin: torch.Tensor, batch: int) -> Angles:
-        """Those of every row, from ``[batch or 1, n, dim]``.
-
-        Raises:
-            ValueError: If they are of another width than heads.
-        """
+        """Those of every row, from ``[batch or 1, n, dim]``."""
         if self._of is not sin or self._ready is None:
-            if cos.shape[-1] != self._dim or sin.shape != cos.shape:
-                raise ValueError(f"rotary positions for {cos.shape[-1]} of {self._dim}")
-            rows = (x.expand(batch, -1, -1).reshape(-1, self._dim) for x in (cos, sin))
+            rows = (x.expand(batch, -1, -1).flatten(0, 1) for x in (cos, sin))
             self._of, self._ready = sin, self._glue.angles(*rows)
         return self._ready
 
@@ -68,7 +61,7 @@ class LeanLayer:
         layer: A layer that ``is_llama_like``.
         attention: The engine's attention function.
         glue: What computes between the products.
-        angles: Shared by all layers with heads of this size.
+        angles: Shared by all layers of the model.
         scratch: Shared by all layers of the model.
     """
 
@@ -145,8 +138,12 @@ class LeanLayer:
         batch, each = shape
         count, turning = batch * each, self._heads + self._kv_heads
         cos, sin = self._angles.get(positions[0], positions[1], batch)
-        if cos.shape[0] != count:
-            raise ValueError(f"positions of {cos.shape[0]} tokens for {count}")
+        for angles in (cos, sin):  # compiled glue would read beyond their end
+            if (angles.shape[0], angles.shape[-1]) != (count, self._dim):
+                raise ValueError(
+                    f"rotary positions {tuple(angles.shape)} of {count} tokens with "
+                    f"heads of {self._dim}"
+                )
         all_heads = turning + self._kv_heads
         out: torch.Tensor | None = None
         for at, part in pieces(self.qkv.linear, normed, count, few=each == 1):
@@ -154,8 +151,8 @@ class LeanLayer:
             if out is None:
                 whole = heads.shape[0] == count
                 out = heads if whole else heads.new_empty(count, *heads.shape[1:])
-            angles = _beside(heads, at, cos), _beside(heads, at, sin)
-            self._glue.turn(heads, turning, angles, _beside(heads, at, out))
+            here = _beside(heads, at, cos), _beside(heads, at, sin)
+            self._glue.turn(heads, turning, here, _beside(heads, at, out))
         assert out is not None
         return out.view(batch, each, all_heads, self._dim)
 
@@ -256,7 +253,7 @@ def lean_candidates(model: Any) -> list[bool]:
 
 
 def _one_kind(layers: Sequence[nn.Linear]) -> bool:
-    return len({(one.bias is None, one.weight.dtype) for one in layers}) == 1
+    return len({one.bias is None for one in layers}) == 1
 
 
 def _fits_together(layer: Any) -> bool:
@@ -322,10 +319,24 @@ def _trial(model: Any, layer: Any) -> torch.Tensor | None:
     return out if isinstance(out, torch.Tensor) else None
 
 
-def _agree(stock: torch.Tensor | None, lean: torch.Tensor | None) -> bool:
-    if stock is None or lean is None or stock.shape != lean.shape:
+def _agree(stock: torch.Tensor, lean: torch.Tensor | None) -> bool:
+    if lean is None or stock.shape != lean.shape:
         return False
     return differ_by_rounding(stock, lean, stock.dtype)
+
+
+def _tried(model: Any, layer: Any, make: Callable[[], LeanLayer]) -> LeanLayer | None:
+    """The layer, lean, if it then gives what its own ``forward`` gives."""
+    stock = _trial(model, layer)
+    if stock is None:
+        return None
+    with ExitStack() as undo:
+        lean = make()
+        undo.callback(lean.remove)
+        if not _agree(stock, _trial(model, layer)):
+            return None
+        undo.pop_all()
+        return lean
 
 
 @contextmanager
@@ -345,23 +356,19 @@ def lean_layers_installed(
     Yields:
         How many layers run lean.
     """
-    scratch, angles = Scratch(), dict[int, _Angles]()
+    scratch, angles = Scratch(), _Angles(glue)
     installed: list[LeanLayer] = []
     found = lean_candidates(model)
     layers = [model.model.layers[index] for index, lean in enumerate(found) if lean]
     with ExitStack() as lifetimes:
         for layer in layers:
-            stock = _trial(model, layer)
-            dtype, dim = layer.input_layernorm.weight.dtype, layer.self_attn.head_dim
-            if stock is None or glue.dtype not in (None, dtype):
+            if glue.dtype not in (None, layer.input_layernorm.weight.dtype):
                 continue
-            of_size = angles.setdefault(dim, _Angles(glue, dim))
-            lean = LeanLayer(layer, attention, glue, of_size, scratch)
-            with ExitStack() as undo:
-                undo.callback(lean.remove)
-                if _agree(stock, _trial(model, layer)):
-                    installed.append(lean)
-                    lifetimes.push(undo.pop_all())
+            make = partial(LeanLayer, layer, attention, glue, angles, scratch)
+            lean = _tried(model, layer, make)
+            if lean is not None:
+                installed.append(lean)
+                lifetimes.callback(lean.remove)
         linears = [one.linear for lean in installed for one in (lean.qkv, lean.gate_up)]
         keep_fused(model, linears)
         lifetimes.callback(keep_fused, model, None)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,58 +77,82 @@ def model_prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepar
     Raises:
         ConfigError: If another engine has this model object.
     """
-    if getattr(loaded.model, _IN_USE, False):
+    with _taken(loaded.model), _prepared(loaded, config) as prepared:
+        yield prepared
+
+
+@contextmanager
+def _taken(model: Any) -> Iterator[None]:
+    """A model that serves one engine, and does not train meanwhile."""
+    if getattr(model, _IN_USE, False):
         raise ConfigError(
             "another engine uses this model object; share that engine or close it"
         )
-    setattr(loaded.model, _IN_USE, True)
-    training = loaded.model.training
-    loaded.model.eval()
+    setattr(model, _IN_USE, True)
+    training = model.training
+    model.eval()
     try:
-        glue = _glue(loaded, config)
-        fields = [*model_fields(loaded), ("glue", glue.glue.name.encode())]
-        verdict = _verdict(loaded, config, fields, glue.glue)
-        attention = KvAttention(verdict.attention)
-        with (
-            attention_installed(loaded.model, attention),
-            lean_layers_installed(loaded.model, attention, glue.glue) as lean,
-            row_tiles_installed(loaded.model, verdict.layers),
-            head_installed(loaded.model, verdict.head) as head,
-            ExitStack() as lifetimes,
-        ):
-            cuts = choose_cuts(config, exact_is_free=verdict.shape_independent)
-            chunk_tokens = chunk_tokens_for(config, loaded.device, cuts)
-            overlap = _overlap(loaded, config, cuts, chunk_tokens)
-            streams = lifetimes.enter_context(
-                streams_opened(loaded.device, overlap.mode)
-            )
-            runner = Runner(
-                loaded,
-                chunk_tokens,
-                cuts,
-                streams,
-                resident_rows=config.resident_rows,
-                resting_bytes=resting_bytes(loaded.device),
-                decoding=verdict.decoding,
-                row_bytes=row_budget(config, loaded.device),
-            )
-            namespace = _namespace(fields, config, runner, loaded)
-            graphs = _graphs(loaded, config, runner)
-            runner.make_ready()
-            trim()
-            join_pages([*packed_memory(loaded.model), *head.memory])
-            yield Prepared(
-                runner,
-                namespace,
-                overlap,
-                chunk_tokens,
-                graphs,
-                head.nbytes,
-                _in_use(glue, lean),
-            )
+        yield
     finally:
-        loaded.model.train(training)
-        delattr(loaded.model, _IN_USE)
+        model.train(training)
+        delattr(model, _IN_USE)
+
+
+@contextmanager
+def _prepared(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepared]:
+    glue = _glue(loaded, config)
+    fields = identity(loaded, glue.glue)
+    verdict = _verdict(loaded, config, fields, glue.glue)
+    attention = KvAttention(verdict.attention)
+    with (
+        attention_installed(loaded.model, attention),
+        lean_layers_installed(loaded.model, attention, glue.glue) as lean,
+        row_tiles_installed(loaded.model, verdict.layers),
+        head_installed(loaded.model, verdict.head) as head,
+        ExitStack() as lifetimes,
+    ):
+        cuts = choose_cuts(config, exact_is_free=verdict.shape_independent)
+        chunk_tokens = chunk_tokens_for(config, loaded.device, cuts)
+        overlap = _overlap(loaded, config, cuts, chunk_tokens)
+        streams = lifetimes.enter_context(streams_opened(loaded.device, overlap.mode))
+        runner = Runner(
+            loaded,
+            chunk_tokens,
+            cuts,
+            streams,
+            resident_rows=config.resident_rows,
+            resting_bytes=resting_bytes(loaded.device),
+            decoding=verdict.decoding,
+            row_bytes=row_budget(config, loaded.device),
+        )
+        namespace = _namespace(fields, config, runner, loaded)
+        graphs = _graphs(loaded, config, runner)
+        runner.make_ready()
+        trim()
+        join_pages([*packed_memory(loaded.model), *head.memory])
+        yield Prepared(
+            runner,
+            namespace,
+            overlap,
+            chunk_tokens,
+            graphs,
+            head.nbytes,
+            _in_use(glue, lean),
+        )
+
+
+def identity(loaded: LoadedModel, glue: Glue) -> list[tuple[str, bytes]]:
+    """What model and kernels have of a namespace. Before weights are packed."""
+    return [*model_fields(loaded), ("glue", glue.name.encode())]
+
+
+def known_verdict(
+    loaded: LoadedModel, config: EngineConfig, fields: Sequence[tuple[str, bytes]]
+) -> tuple[Path, probe.Verdict | None]:
+    """Where the verdict about a model is kept, and the verdict, if there is one."""
+    about = (fields, lean_candidates(loaded.model))
+    path = probe.verdict_path(config.cache_path, loaded, about)
+    return path, probe.read_verdict(path)
 
 
 def _namespace(
@@ -234,10 +259,7 @@ def _verdict(
     glue: Glue,
 ) -> probe.Verdict:
     """What an earlier start has measured of this model here, or measure it."""
-    path = probe.verdict_path(
-        config.cache_path, loaded, (fields, lean_candidates(loaded.model))
-    )
-    known = probe.read_verdict(path)
+    path, known = known_verdict(loaded, config, fields)
     if known is not None:
         return known
     return _probe(loaded, chunk_tokens_for(config, loaded.device), path, glue)
