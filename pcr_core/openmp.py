@@ -25,16 +25,33 @@ _OTHER_RUNTIMES = "kmp_set_blocktime"  # Intel's and LLVM's have it, and no such
 Pause = Callable[[int], int]
 
 
-@functools.cache
-def _pause() -> Pause | None:
-    """What ends a team in the libgomp that torch uses; ``None`` if it uses another.
+def _scopes() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    """Where this process looks symbols up, and where torch does.
 
-    Other packages bring copies of libgomp with teams of their own, so the symbol is
-    looked up from torch's library on. A runtime that was preloaded is in its place.
+    Other packages bring copies of libgomp with teams of their own, so torch's are
+    looked up from its library on. A runtime that was preloaded is in its place.
     """
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    return ctypes.CDLL(None), ctypes.CDLL(str(library))
+
+
+def is_found_by_others() -> bool:
+    """Whether code that is linked to no OpenMP runtime finds libgomp as torch does."""
     try:
-        everywhere, symbols = ctypes.CDLL(None), ctypes.CDLL(str(library))
+        found = {
+            ctypes.cast(scope.GOMP_parallel, ctypes.c_void_p).value
+            for scope in _scopes()
+        }
+    except (OSError, AttributeError):  # another system, or another runtime
+        return False
+    return len(found) == 1
+
+
+@functools.cache
+def _pause() -> Pause | None:
+    """What ends a team in the libgomp that torch uses; ``None`` if it uses another."""
+    try:
+        everywhere, symbols = _scopes()
         function = symbols.omp_pause_resource_all
     except (OSError, AttributeError):  # another system, or older than OpenMP 5.0
         return None

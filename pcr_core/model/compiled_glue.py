@@ -31,6 +31,7 @@ import torch
 
 from pcr_core.model.glue import Angles, Glue, TorchGlue
 from pcr_core.model.rounding import differ_by_rounding
+from pcr_core.openmp import is_found_by_others
 
 _log = logging.getLogger("pcr_core.model")
 _SOURCE = Path(__file__).with_name("glue.cpp")
@@ -198,6 +199,8 @@ def _build() -> _Library | str:
     """
     if not sys.platform.startswith("linux"):
         return f"they are not built on {sys.platform}"
+    if not is_found_by_others():
+        return "they would find another OpenMP runtime than torch's"
     found: _Library | str = ""
     for compiler in dict.fromkeys(filter(None, (os.environ.get("CXX"), "g++"))):
         found = _built_by(compiler)
@@ -249,28 +252,12 @@ def _built(compiler: Sequence[str], folder: Path) -> _Library:
             text=True,
             errors="replace",
         )
-    _check_runtime()
     file = folder / "glue.so"
     digest = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
     code = ctypes.CDLL(str(file))
     for dtype in _SUFFIX:
         CompiledGlue(code, dtype, digest)  # AttributeError if anything is missing
     return _Library(code, digest)
-
-
-def _check_runtime() -> None:
-    """See to it that the code will find the OpenMP runtime that torch uses.
-
-    Raises:
-        OSError: If it would find another, or none.
-    """
-    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    found = {
-        ctypes.cast(ctypes.CDLL(name).GOMP_parallel, ctypes.c_void_p).value
-        for name in (None, str(torchs))
-    }
-    if len(found) != 1:
-        raise OSError("another OpenMP runtime than torch's is in its place")
 
 
 def _first_fault(glue: Glue, dtype: torch.dtype) -> str:
